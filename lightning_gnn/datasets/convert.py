@@ -12,6 +12,7 @@ import torch
 from torch_geometric.typing import EdgeType
 
 from lightning_gnn.datasets.column_names import MASKS, SPLITS
+from lightning_gnn.datasets.edge_order import EdgeOrder
 from lightning_gnn.datasets.folder import load_folder
 from lightning_gnn.datasets.hetero_folder import BETWEEN, TYPES, type_folders
 from lightning_gnn.datasets.named_tables import (
@@ -25,7 +26,7 @@ from lightning_gnn.datasets.named_tables import (
 )
 from lightning_gnn.datasets.published_files import detect_published
 from lightning_gnn.datasets.synthetic import Labels
-from lightning_gnn.datasets.table_files import Columns, TableFiles, as_name, as_text, find_files, listed
+from lightning_gnn.datasets.table_files import TableFiles, as_name, as_text, find_files
 from lightning_gnn.datasets.text_files import check_content
 from lightning_gnn.datasets.topology_files import TOPOLOGY
 from lightning_gnn.features.arrays import as_numpy, save_arrays, write_blocks
@@ -118,7 +119,7 @@ def convert_tables(
         if published is None and not database.resumed:
             _announce_cost(database, edges.values(), tables.values(), budget, say)
         conversion = _Conversion(database, folder / "graph", edges, tables, is_homogeneous, published, say)
-        conversion.feature_dtype = getattr(torch, feature_dtype)
+        conversion.feature_dtype, conversion.memory = getattr(torch, feature_dtype), memory - budget
         counts = conversion.run(undirected, *random_options)
     finally:
         database.close()
@@ -181,6 +182,7 @@ class _Conversion(NamedTables):
     """One resumable conversion; each step skips the tables and files that exist already."""
 
     feature_dtype = torch.float32
+    memory = 1 << 30  # bytes for edges outside the database
 
     def run(self, undirected: bool, random_features: int, random_labels: int) -> dict[str, int]:
         """Run all steps."""
@@ -337,8 +339,17 @@ class _Conversion(NamedTables):
         for block in self.database.blocks(table, chosen, rows):
             yield np.column_stack([np.stack(list(block[name])) if name in lists else block[name] for name in widths])
 
-    def _write_column(self, table: str, column: str, sql_type: str, path: Path, count: int, where: object) -> None:
-        """Write an attribute; times become seconds since 1970. ``where`` names the source in errors."""
+    def _write_column(
+        self,
+        table: str,
+        column: str,
+        sql_type: str,
+        path: Path,
+        count: int,
+        where: object,  # the source in errors
+        order: EdgeOrder | None = None,  # if the rows are edges
+    ) -> None:
+        """Write an attribute; times become seconds since 1970."""
         if path.exists():
             return
         if not self._is_attribute(sql_type):
@@ -348,9 +359,10 @@ class _Conversion(NamedTables):
         value = f"floor(epoch({as_name(column)}))" if is_time else as_name(column)
         if self.database.query(f"SELECT 1 FROM {as_name(table)} WHERE {as_name(column)} IS NULL LIMIT 1"):
             raise ValueError(f"{where}: {column} is missing in some row; fill it in")
+        dtype = np.int64 if is_integer else np.float64
         chosen = {column: f"{value}::{'BIGINT' if is_integer else 'DOUBLE'}"}
-        blocks = (block[column] for block in self.database.blocks(table, chosen, _NUMBERS_PER_BLOCK))
-        write_blocks(path, np.int64 if is_integer else np.float64, (count,), blocks)
+        rows = (block[column] for block in self.database.blocks(table, chosen, _NUMBERS_PER_BLOCK))
+        write_blocks(path, dtype, (count,), rows if order is None else order.place(value, dtype))
 
     def _write_labels(self, table: str, folder: Path, count: int, sql_type: str, name: str) -> None:
         is_integer = sql_type in (*INTEGER_TYPES, "VARCHAR", "BOOLEAN")
@@ -438,65 +450,60 @@ class _Conversion(NamedTables):
             raise ValueError(f"{self.edges[kind]}: {invalid[0]!r} is not a valid attribute name; rename the column")
         if attrs and undirected and kind[0] == kind[2]:
             raise ValueError(f"undirected merges edges, but {BETWEEN.join(kind)} has attributes {', '.join(attrs)}")
-        # Replace ids by node numbers, and add the reverse direction if requested.
-        source = self._number_endpoints(kind, attrs)
-        table = table_name("sorted", BETWEEN.join(out_type))
-        with_attrs = f", {listed(list(attrs))}" if attrs else ""
-        selects = [
-            f"SELECT {'t' if is_reversed else 's'} AS s, {'s' if is_reversed else 't'} AS t, edge{with_attrs} "
-            f"FROM {as_name(source)}"
-            for is_reversed in directions
-        ]
-        rows, order = " UNION ALL ".join(selects), "t, edge"
+        # Replace ids by node numbers, and choose the direction.
+        table, *ends = self._number_endpoints(kind, attrs)
+        source, target = ends[::-1] if directions[0] else ends
         # Both directions together may contain an edge twice; remove the duplicates.
         if len(directions) > 1:
-            rows, order = f"SELECT DISTINCT s, t FROM ({rows})", "t, s"
-        # Sort by target, so that the rows are in CSC order.
-        self.database.make(table, f"SELECT s, t{with_attrs} FROM ({rows}) ORDER BY {order}")
+            rows = f"SELECT {source} AS s, {target} AS t FROM {as_name(table)}"
+            table = self._make_distinct(rows, out_type)
+            source, target = "s", "t"
         num_edges = self.database.count(table)
+        order = EdgeOrder(self.database, table, target, counts[out_type[2]], self.memory)
         for name, sql_type in attrs.items():
-            self._write_column(table, name, sql_type, folder / f"{name}.npy", num_edges, self.edges[kind])
-        # Count the in-degrees while the sources are streamed to the file.
+            self._write_column(table, name, sql_type, folder / f"{name}.npy", num_edges, self.edges[kind], order)
         if not (folder / "indptr.npy").exists():
-            indptr = np.zeros(counts[out_type[2]] + 1, np.int64)
-
-            def indices() -> Iterator[np.ndarray]:
-                for block in self.database.blocks(table, {"s": "s", "t": "t"}, _NUMBERS_PER_BLOCK):
-                    _add_in_degrees(indptr, block)
-                    yield block["s"]
-
-            write_blocks(folder / "indices.npy", index_dtype(counts[out_type[0]]), (num_edges,), indices())
-            save_arrays(folder, {"indptr": np.cumsum(indptr, out=indptr)})
+            dtype = index_dtype(counts[out_type[0]])
+            write_blocks(folder / "indices.npy", dtype, (num_edges,), order.place(source, dtype))
+            save_arrays(folder, {"indptr": order.indptr})
         return num_edges
+
+    def _make_distinct(self, rows: str, out_type: EdgeType) -> str:
+        """Create the table of the distinct edges in both directions, sorted by target and source; return its name."""
+        table = table_name("distinct", BETWEEN.join(out_type))
+        both = f"WITH one AS ({rows}) SELECT s, t FROM one UNION SELECT t, s FROM one"
+        self.database.make(table, f"SELECT s, t FROM ({both}) ORDER BY t, s")
+        return table
 
     def _is_attribute(self, sql_type: str) -> bool:
         return sql_type.partition("(")[0] in _NUMERIC or sql_type.startswith("TIMESTAMP") or sql_type == "DATE"
 
-    def _number_endpoints(self, edge_type: EdgeType, attrs: Mapping[str, str]) -> str:
-        """Create the edge table with node numbers in place of ids, and return its name."""
+    def _number_endpoints(self, edge_type: EdgeType, attrs: Iterable[str]) -> tuple[str, str, str]:
+        """Return a table in the order of the file, and the SQL expressions of its sources and targets as numbers."""
         # Select both endpoints as numbers: a row number as it is, an id through a join.
-        name, (source, target) = table_name("numbered", BETWEEN.join(edge_type)), ENDPOINTS
+        name, (source, target) = self.names[edge_type], ENDPOINTS
         numbers, joins, conditions = [], "", ["true"]
         ends = (("a", source, edge_type[0]), ("b", target, edge_type[2]))
         for alias, end, node_type in ends:
             cast, ids = self._choose_cast(edge_type, end, node_type), table_name("ids", node_type)
             if self._has_row_ids(node_type):
-                # Row numbers outside the table are dropped here, and reported below.
-                numbers.append(f"e.{as_name(end)}::BIGINT")
-                conditions.append(f"e.{as_name(end)}{cast} BETWEEN 0 AND {self.database.count(ids) - 1}")
+                # Row numbers outside the table are reported below.
+                numbers.append(f"{as_name(end)}::BIGINT")
+                conditions.append(f"{as_name(end)}{cast} BETWEEN 0 AND {self.database.count(ids) - 1}")
             else:
                 numbers.append(f"{alias}.number")
                 joins += f" JOIN {as_name(ids)} {alias} ON {alias}.id{cast} = e.{as_name(end)}{cast}"
-        # The column `edge` stores the order of the file, so that sorting is reproducible.
-        with_attrs = "".join(f", e.{as_name(column)}" for column in attrs)
-        edges = as_name(self.names[edge_type])
-        self.database.make(
-            name,
-            f"SELECT {numbers[0]} AS s, {numbers[1]} AS t, e.rowid AS edge{with_attrs} FROM {edges} e {joins} "
-            f"WHERE {' AND '.join(conditions)}",
-        )
+        edges = as_name(name)
+        rows = f"FROM {edges} e {joins} WHERE {' AND '.join(conditions)}"
+        if joins:
+            name = table_name("numbered", BETWEEN.join(edge_type))
+            chosen = [f"{numbers[0]} AS s", f"{numbers[1]} AS t", *(f"e.{as_name(column)}" for column in attrs)]
+            self.database.make(name, f"SELECT {', '.join(chosen)} {rows} ORDER BY e.rowid")
+            numbers, count = ["s", "t"], self.database.count(name)
+        else:
+            count = self.database.query(f"SELECT count(*) {rows}")[0][0]
         # If edges are missing from the result, report the first one that refers to an unknown node.
-        if self.database.count(name) < self.database.count(self.names[edge_type]):
+        if count < self.database.count(self.names[edge_type]):
             for _, end, node_type in ends:
                 cast = self._choose_cast(edge_type, end, node_type)
                 among = f"SELECT id{cast} FROM {as_name(table_name('ids', node_type))}"
@@ -507,7 +514,7 @@ class _Conversion(NamedTables):
                 for value, row in self.database.query(missing):
                     path, nodes = self.edges[edge_type], self.tables.get(node_type, "the edges")
                     raise ValueError(f"{path}: the {end} of row {row}, {value!r}, is not a node of {nodes}")
-        return name
+        return name, numbers[0], numbers[1]
 
     def _choose_cast(self, edge_type: EdgeType, end: str, node_type: str) -> str:
         """Return the SQL cast with which an edge endpoint is compared with node ids."""
@@ -528,12 +535,6 @@ class _Conversion(NamedTables):
             problem = f"the {end} of row {row}, {value!r}, is not a row number, as which it is read because"
             raise ValueError(f"{self.edges[edge_type]}: {problem} {nodes} has no column id")
         return "::BIGINT"
-
-
-def _add_in_degrees(indptr: np.ndarray, block: Columns) -> None:
-    """Add a block's in-degrees to ``indptr``, shifted by one; the targets are sorted."""
-    first, last = int(block["t"][0]), int(block["t"][-1])
-    indptr[first + 1 : last + 2] += np.bincount(block["t"] - first, minlength=last - first + 1)
 
 
 def _draw_features(count: int, width: int, rows: int) -> Iterator[np.ndarray]:

@@ -24,8 +24,7 @@ TEXT = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".cites", ".content", ".d
 _PARQUET, _ARROW = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
 _COMPRESSED = (".gz", ".zst")
 _SAMPLE_BYTES = 1 << 20  # bytes of a text file from which its number of rows is estimated
-_SECONDS_PER_REPORT = 5.0  # seconds between two looks at the progress of a query
-_MIN_REPORTED_ROWS = 1 << 24  # minimum rows of a table whose reading is reported in tenths
+_SECONDS_PER_REPORT = 5.0  # seconds between two looks at the progress of a query or scan
 _MISSING_PACKAGE = '{} needs {} ({}): pip install "lightning-gnn[convert]"'
 
 
@@ -61,14 +60,16 @@ class TableFiles:
         # DuckDB measures its progress only with the progress bar, which is not printed.
         self.connection.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
         self._say, self._closed = say, threading.Event()
+        self._scanned: int | None = None  # percentage of a table that is read in blocks
         self._reporter = threading.Thread(target=self._report_progress, name="lightning-gnn-progress", daemon=True)
         self._reporter.start()
 
     def _report_progress(self) -> None:
-        """Report each tenth of a query that takes long."""
+        """Report the tenths of a query or scan that takes long."""
         reported = 0
         while not self._closed.wait(_SECONDS_PER_REPORT):
-            tenths = int(self.connection.query_progress()) // 10
+            scanned = self._scanned
+            tenths = int(self.connection.query_progress() if scanned is None else scanned) // 10
             if 0 < tenths < 10 and tenths != reported:
                 self._say(f"  {10 * tenths} %")
             reported = tenths
@@ -286,14 +287,16 @@ class TableFiles:
         """Yield the rows of a table in blocks, in order."""
         chosen = ", ".join(f"{expression} AS {as_name(column)}" for column, expression in columns.items())
         count = self.count(name)
-        for start in range(0, count, rows):
-            if start and count >= _MIN_REPORTED_ROWS and 10 * start // count != 10 * (start - rows) // count:
-                self._say(f"  {100 * start // count} %")
-            within = f"rowid BETWEEN {start} AND {start + rows - 1}"
-            # A multithreaded scan preserves the order of rows.
-            with self._translate_errors():
-                block = self.connection.execute(f"SELECT {chosen} FROM {as_name(name)} WHERE {within}").fetchnumpy()
-            yield block
+        try:
+            for start in range(0, count, rows):
+                self._scanned = 100 * start // count
+                within = f"rowid BETWEEN {start} AND {start + rows - 1}"
+                # A multithreaded scan preserves the order of rows.
+                with self._translate_errors():
+                    block = self.connection.execute(f"SELECT {chosen} FROM {as_name(name)} WHERE {within}").fetchnumpy()
+                yield block
+        finally:
+            self._scanned = None
 
     def _scan(self, path: str | Path, ending: str) -> str:
         if ending in _PARQUET:

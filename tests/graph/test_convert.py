@@ -3,6 +3,7 @@
 import csv
 import gzip
 import os
+import queue
 import shutil
 import signal
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch_geometric.transforms import ToUndirected
 from torch_geometric.utils import to_undirected
 
 from lightning_gnn.cli.commands import convert as convert_command
-from lightning_gnn.datasets import convert, convert_tables, table_files
+from lightning_gnn.datasets import convert, convert_tables, edge_order, table_files
 from lightning_gnn.datasets.folder import load_folder
 from lightning_gnn.graph import CSCGraph
 from tests.full_graph.launch import observe
@@ -93,6 +94,23 @@ def test_a_graph_without_types(tmp_path_factory, drawn, ending, undirected, data
     for ours, theirs in (("train", "train"), ("val", "valid"), ("test", "test")):
         assert found[f"{ours}_mask"].tolist() == [split == theirs for split in splits]
     assert not (folder / "graph.partial").exists()
+
+
+@pytest.mark.parametrize("memory", [0, 1000, 1 << 30])  # a scan per target, about seven, one
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float64])
+def test_edges_are_sorted_in_as_many_scans_as_memory_requires(tmp_path, monkeypatch, memory, dtype):
+    monkeypatch.setattr(edge_order, "_EDGES_PER_BLOCK", 300)
+    random = np.random.default_rng(0)
+    target, value = random.integers(20, size=1000) * random.integers(2, size=1000), random.integers(99, size=1000)
+    database = table_files.TableFiles(tmp_path / "database", 100 << 20, 0, tmp_path, print)
+    database.fill("edges", lambda: iter([{"source": value, "target": target}]))
+    order = edge_order.EdgeOrder(database, "edges", "target", 21, memory)
+    placed = [part.copy() for part in order.place("source", dtype)]
+    database.close()
+    assert memory or len(placed) == 21
+    assert np.concatenate(placed).dtype == dtype
+    assert np.array_equal(np.concatenate(placed), value[np.argsort(target, kind="stable")])
+    assert np.array_equal(np.diff(order.indptr), np.bincount(target, minlength=21))
 
 
 @settings(max_examples=8)
@@ -187,8 +205,6 @@ def test_features_that_overflow_are_refused(tmp_path, tables):
 @pytest.mark.parametrize("ending", [".csv", ".parquet"])
 def test_the_cost_of_a_large_conversion_is_announced(tmp_path, ending, monkeypatch):
     monkeypatch.setattr(convert, "_MIN_ANNOUNCED", 0)
-    monkeypatch.setattr(table_files, "_MIN_REPORTED_ROWS", 100)
-    monkeypatch.setattr(convert, "_NUMBERS_PER_BLOCK", 50)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**15))
     edges = [(10 + n % 20, 10 + n % 7) for n in range(1000)]
     source = write(tmp_path / f"edges{ending}", ["source", "target"], edges)
@@ -198,7 +214,18 @@ def test_the_cost_of_a_large_conversion_is_announced(tmp_path, ending, monkeypat
     assert said[0].startswith("about 1,00")  # 1,000 edges, or one more of a text file
     assert said[1].startswith("about 32.")
     assert said[1].endswith(" kB of disk are needed meanwhile, and 1e+03 TB are free")
-    assert [message for message in said if message.endswith(" %")] == [f"  {n}0 %" for n in range(1, 10)]
+
+
+def test_the_progress_of_a_scan_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "_SECONDS_PER_REPORT", 0.001)
+    said = queue.Queue()
+    database = table_files.TableFiles(tmp_path / "database", 100 << 20, 0, tmp_path, said.put)
+    database.make("numbers", "SELECT range AS number FROM range(100)")
+    for tenths, block in enumerate(database.blocks("numbers", {"number": "number"}, 10)):
+        assert block["number"].tolist() == list(range(10 * tenths, 10 * tenths + 10))
+        assert not tenths or said.get(timeout=600) == f"  {tenths}0 %"
+    database.close()
+    assert said.empty()
 
 
 def test_files_that_changed_are_read_anew(tmp_path, tables):
