@@ -108,13 +108,12 @@ def edge_products(matrix: Matrix, row_side: Tensor, column_side: Tensor, match: 
 def _prepare_sources(
     matrix: Matrix, arrays: list[Tensor], channels: int, heads: int, widths: tuple[int, ...], overlap: bool = True
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """Yield the table of column blocks and the gathered arrays, packed into blocks if the matrix has an order."""
+    """Yield the table of column blocks and the gathered arrays, packed into blocks if that pays."""
     rows, num_columns = get_rows(matrix), arrays[0].size(1) * arrays[0].size(2)
-    order = rows.order
-    packed_rows = 0 if order is None else order.size
+    packed_rows = matrix.num_columns if rows.packed else 0
     table, count = kernels.blocks_of(num_columns, channels, heads, widths, overlap, packed_rows)
     sources = [flatten(array) for array in arrays]
-    if order is None:
+    if not packed_rows:
         yield table, sources
         return
     workers = len(row_ranges(matrix, matrix.num_edges * num_columns))
@@ -123,7 +122,7 @@ def _prepare_sources(
     packed = [buffer.numpy().view(source.dtype)[:count] for buffer, source in zip(buffers, sources, strict=True)]
     run_all(
         [
-            partial(kernels.pack_rows, source, num_columns, order, first, last, table, target)
+            partial(kernels.pack_rows, source, num_columns, first, last, table, target)
             for first, last in pairwise(bounds)
             for source, target in zip(sources, packed, strict=True)
         ]

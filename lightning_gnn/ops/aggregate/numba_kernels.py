@@ -81,12 +81,10 @@ def _cut(start: int, stop: int, widths: tuple[int, ...], overlap: bool) -> Itera
 
 
 @numba.njit(nogil=True, cache=True)
-def pack_rows(
-    x: np.ndarray, num_columns: int, order: np.ndarray, first: int, last: int, blocks: np.ndarray, packed: np.ndarray
-) -> None:
-    """Copy rows ``order[first:last]`` of ``x`` ``[V * D]`` into contiguous blocks."""
+def pack_rows(x: np.ndarray, num_columns: int, first: int, last: int, blocks: np.ndarray, packed: np.ndarray) -> None:
+    """Copy rows ``[first, last)`` of ``x`` ``[V * D]`` into contiguous blocks."""
     for k in range(first, last):
-        row = order[k] * num_columns
+        row = k * num_columns
         # A row is read once, sequentially, and one piece is written to each block.
         for b in range(blocks.shape[0]):
             at = blocks[b, BASE] + k * blocks[b, STRIDE]

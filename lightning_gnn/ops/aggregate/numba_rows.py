@@ -28,10 +28,10 @@ class Rows:
     """A matrix in the form that the compiled loops read."""
 
     indptr: np.ndarray  # first entry of each row, int64 [R + 1]
-    indices: np.ndarray  # column of each entry, int32 [num_edges]; a position in order if that is not None
+    indices: np.ndarray  # column of each entry, int32 [num_edges]
     degrees: np.ndarray  # entries of each row, at least 1, int64 [R]
     empty: np.ndarray  # rows without entries, int64
-    order: np.ndarray | None  # columns by decreasing degree, int64 [num_columns], if feature rows are packed
+    packed: bool  # whether feature rows are packed
     scratch: list[Tensor] = field(default_factory=list)  # buffers of earlier calls, reused for packed features
 
     def take_scratch(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -60,13 +60,9 @@ def get_rows(matrix: Matrix) -> Rows:
 def _derive(matrix: Matrix) -> Rows:
     # Detached, because an array that references its own weak key would keep the entry alive.
     indptr, indices = matrix.indptr.detach().numpy(), matrix.indices.detach().numpy()
-    degrees, order = np.diff(indptr), None
-    if matrix.num_columns >= PACK_FROM and indices.size >= PACK_DEGREE * matrix.num_columns:
-        order = np.argsort(-np.bincount(indices, minlength=matrix.num_columns), kind="stable")
-        rank = np.empty(matrix.num_columns, np.int32)
-        rank[order] = np.arange(matrix.num_columns, dtype=np.int32)
-        indices = rank[indices]
-    return Rows(indptr, indices, np.maximum(degrees, 1), np.flatnonzero(degrees == 0), order)
+    degrees = np.diff(indptr)
+    packed = matrix.num_columns >= PACK_FROM and indices.size >= PACK_DEGREE * matrix.num_columns
+    return Rows(indptr, indices, np.maximum(degrees, 1), np.flatnonzero(degrees == 0), packed)
 
 
 def row_ranges(matrix: Matrix, work: int) -> list[tuple[int, int]]:

@@ -55,12 +55,11 @@ def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor
 
 
 def _prepare(matrix: Matrix, scores: Scores) -> tuple[Rows, int, Tensor, tuple[np.ndarray, np.ndarray, float]]:
-    """Return the rows, number of heads, output buffer, and scores of columns (in gather order) and rows with slope."""
+    """Return the rows, number of heads, output buffer, and scores of columns and rows with slope."""
     row, column, rows = widen(scores.row), widen(scores.column), get_rows(matrix)
     out = use_huge_pages(torch.empty((matrix.num_edges, row.size(1)), dtype=row.dtype))
     target = flatten(row)
-    source = flatten(column if rows.order is None else column[torch.from_numpy(rows.order)])
-    return rows, row.size(1), out, (source, target, target.dtype.type(scores.slope))
+    return rows, row.size(1), out, (flatten(column), target, target.dtype.type(scores.slope))
 
 
 @numba.njit(nogil=True, cache=True)
