@@ -19,14 +19,16 @@ from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.features.arrays import read_in_order
 from lightning_gnn.graph.csr import CSR
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
-from lightning_gnn.nn.conv.graph import layers_without_graph
+from lightning_gnn.nn.conv.graph import REDUCE, layers_without_graph
 from lightning_gnn.nn.layer_files import layer_outputs
 from lightning_gnn.nn.models import _InputDropoutGNN
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
+from lightning_gnn.ops.aggregate.source_order import aggregate_in_source_order, iter_target_ranges
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.runtime.memory_info import available_bytes
 
 MIN_BLOCK_VERTICES = 2048  # minimum limit of vertices (targets and sources) per block
+_ROWS_AT_ONCE = 1 << 16  # maximum number of aggregated targets on which a layer runs at once
 _AUTO_SHARE = 0.5  # fraction of the free memory for memory_limit="auto"
 
 
@@ -125,7 +127,7 @@ def infer(
     if layers is None or _whole_graph_bytes(layers, x, graph, device) <= settings.limit_on(device):
         optional = {"edge_weight": edge_weight, "edge_attr": edge_attr}
         extra = {name: value.to(device) for name, value in optional.items() if value is not None}
-        return _run_whole(model, x.to(device), graph.to(device), extra)
+        return _run_whole(model, widen_features(x.to(device), model), graph.to(device), extra)
     if whole_norms := [layer.whole_norm for layer in layers if layer.whole_norm is not None]:
         raise ValueError(
             f"{whole_norms[0]} averages over all nodes, so layer outputs must fit in memory, which takes "
@@ -133,6 +135,14 @@ def infer(
             f"{settings.limit_on(device) / 1e9:.3g} GB), or train with norm=batch"
         )
     return _stream(layers, x, graph, edge_weight, device, settings, stop)
+
+
+def widen_features(x: Tensor, model: nn.Module) -> Tensor:
+    """Convert 16-bit features to the dtype of float32 weights, except under autocast."""
+    if x.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
+        return x
+    weights = {value.dtype for value in model.parameters() if value.is_floating_point()}
+    return x.to(torch.float32) if weights == {torch.float32} else x
 
 
 @dataclass(frozen=True)
@@ -181,14 +191,20 @@ def _run_whole(model: nn.Module, x: Tensor, graph: CompressedGraph, extra: dict[
 def _output_bytes(layers: list[Layer], x: Tensor) -> int:
     """Return the bytes of the largest pair of layer outputs, one read and one written."""
     widths = [0, *(layer.widest for layer in layers)]
-    return x.size(0) * x.element_size() * max(a + b for a, b in pairwise(widths))
+    return x.size(0) * _dtype_of(layers).itemsize * max(a + b for a, b in pairwise(widths))
+
+
+def _dtype_of(layers: list[Layer]) -> torch.dtype:
+    return next(parameter.dtype for layer in layers for parameter in layer.conv.parameters())
 
 
 def _whole_graph_bytes(layers: list[Layer], x: Tensor, graph: CompressedGraph, device: torch.device) -> int:
     """Return the additional bytes of a whole-graph run: outputs, attention, and tensors to transfer."""
     heads = max((layer.conv.heads for layer in layers if isinstance(layer.conv, GATConv)), default=1)
     moved = 0 if x.device == device else x.nbytes + graph.num_bytes
-    return _output_bytes(layers, x) + 2 * graph.num_edges * heads * x.element_size() + moved
+    dtype = _dtype_of(layers)
+    widened = 0 if x.dtype == dtype else x.numel() * dtype.itemsize
+    return _output_bytes(layers, x) + 2 * graph.num_edges * heads * dtype.itemsize + moved + widened
 
 
 def _is_row_wise(norm: nn.Module) -> bool:
@@ -256,6 +272,22 @@ class GraphBlock:
         return values[self._edges].to(self._graph.device)
 
 
+class _AggregatedTargets(GraphBlock):
+    """Targets whose inputs are aggregated already, as a block with one edge per target."""
+
+    def __init__(self, num_targets: int) -> None:
+        self.num_sources = self.num_targets = self.num_edges = num_targets
+
+    def gcn_weight(self, *args: object, **kwargs: object) -> None:  # type: ignore[override]
+        """Return None: the inputs are multiplied by the edge weights already."""
+
+    edge_order = gcn_weight  # type: ignore[assignment]
+
+    def aggregate(self, x: Tensor, weight: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
+        """Return ``x``."""
+        return x
+
+
 def _stream(
     layers: list[Layer],
     x: Tensor,
@@ -266,36 +298,81 @@ def _stream(
     stop: Callable[[], None] | None,
 ) -> Tensor:
     """Return the output of the last layer for all nodes ``[N, D]``, in host memory or memory-mapped."""
-    limit = settings.limit_on(device)  # approximate maximum bytes of a block on the device
     in_memory = _output_bytes(layers, x) <= settings.limit_on(torch.device("cpu"))
     x, graph, edge_weight = x.cpu(), graph.to("cpu"), None if edge_weight is None else edge_weight.cpu()
-    dtype = next(parameter.dtype for layer in layers for parameter in layer.conv.parameters())
-    looped = [getattr(layer.conv, "add_self_loops", False) for layer in layers]
-    graphs = [graph.with_self_loops() if loops else graph for loops in looped]
-    num_nodes = x.size(0)
+    dtype, num_nodes = _dtype_of(layers), x.size(0)
+    run = _Streamed(graph, edge_weight, device, dtype, settings.limit_on(device), stop or (lambda: None))
     with read_in_order(x), layer_outputs(settings.folder, in_memory) as files:
         files.prepare([(num_nodes, layer.width) for layer in layers], dtype)
         source = x
         for i, layer in enumerate(layers):
             target = files.create_output(i, (num_nodes, layer.width), dtype)
-            memo: dict[str, Tensor] = {}
-            widest = (source.size(1) + layer.widest) * dtype.itemsize
-            for first, last in _iter_blocks(graphs[i].forward, max(MIN_BLOCK_VERTICES, int(limit // max(widest, 1)))):
-                block = GraphBlock(graphs[i], graph, first, last, memo).to(device)
-                inputs = source[block.sources].to(device, dtype)
-                if isinstance(layer.conv, GCNConv):
-                    out = layer.conv(inputs, block, edge_weight)
-                else:
-                    out = layer.conv((inputs, source[block.targets].to(device, dtype)), block)
+            for rows, out in run.iter_outputs(layer, source):
                 for function in layer.after:
                     out = function(out)
-                target[block.targets] = out.to("cpu", target.dtype)
-                if settings.progress and 10 * last // num_nodes > 10 * first // num_nodes:
-                    rank_zero_info(f"layer {i + 1} of {len(layers)}: {100 * last // num_nodes} % of the nodes are done")
-                if stop is not None:
-                    stop()
+                target[rows] = out.to("cpu", target.dtype)
+                if settings.progress and 10 * rows.stop // num_nodes > 10 * rows.start // num_nodes:
+                    done = 100 * rows.stop // num_nodes
+                    rank_zero_info(f"layer {i + 1} of {len(layers)}: {done} % of the nodes are done")
+                run.stop()
             source = files.finish(i, target)
         return source
+
+
+@dataclass(frozen=True)
+class _Streamed:
+    """Runs layers in blocks of targets."""
+
+    graph: CompressedGraph
+    edge_weight: Tensor | None
+    device: torch.device
+    dtype: torch.dtype
+    limit: float  # approximate maximum bytes of a block on the device
+    stop: Callable[[], None]
+
+    def iter_outputs(self, layer: Layer, source: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the outputs of a layer's convolution with the range of their nodes."""
+        looped = getattr(layer.conv, "add_self_loops", False)
+        graph = self.graph.with_self_loops() if looped else self.graph
+        widest = (source.size(1) + layer.widest) * self.dtype.itemsize
+        max_vertices = max(MIN_BLOCK_VERTICES, int(self.limit // max(widest, 1)))
+        conv = layer.conv
+        if isinstance(conv, GCNConv | SAGEConv) and self.device.type == "cpu" and _is_linear(conv):
+            yield from self._iter_in_source_order(conv, source, graph, min(max_vertices, _ROWS_AT_ONCE))
+            return
+        memo: dict[str, Tensor] = {}
+        for first, last in _iter_blocks(graph.forward, max_vertices):
+            block = GraphBlock(graph, self.graph, first, last, memo).to(self.device)
+            inputs = source[block.sources].to(self.device, self.dtype)
+            if isinstance(layer.conv, GCNConv):
+                out = layer.conv(inputs, block, self.edge_weight)
+            else:
+                out = layer.conv((inputs, source[block.targets].to(self.device, self.dtype)), block)
+            yield block.targets, out
+
+    def _iter_in_source_order(
+        self, conv: GCNConv | SAGEConv, source: Tensor, graph: CompressedGraph, rows_at_once: int
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Aggregate as many targets as the memory holds while the sources are read once, then run the layer on them."""
+        dtype, weight = torch.promote_types(self.dtype, torch.float32), None
+        if isinstance(conv, GCNConv) and conv.normalize:
+            weight = self.graph.gcn_weight(self.edge_weight, conv.improved, conv.add_self_loops, dtype=self.dtype)
+        elif isinstance(conv, GCNConv) and self.edge_weight is not None:
+            weight = self.graph.edge_order(self.edge_weight)
+        limit = max(self.limit, MIN_BLOCK_VERTICES * source.size(1) * dtype.itemsize)
+        rows, reduce = graph.forward, REDUCE[conv.aggr]
+        for block in iter_target_ranges(rows, source.size(1), dtype, weight is not None, limit):
+            sums = aggregate_in_source_order(rows, block, source, weight, reduce, dtype, self.stop)
+            for first in range(block.start, block.stop, rows_at_once):
+                targets = slice(first, min(first + rows_at_once, block.stop))
+                inputs = sums[first - block.start : targets.stop - block.start].to(self.dtype)
+                with_root = (inputs, source[targets].to(self.dtype)) if isinstance(conv, SAGEConv) else inputs
+                yield targets, conv(with_root, _AggregatedTargets(targets.stop - first))
+
+
+def _is_linear(conv: GCNConv | SAGEConv) -> bool:
+    """Return whether a layer is linear in its sources, so that their order does not matter."""
+    return REDUCE.get(str(conv.aggr)) in ("sum", "mean") and not getattr(conv, "project", False)
 
 
 def _iter_blocks(rows: CSR, max_vertices: int) -> Iterator[tuple[int, int]]:

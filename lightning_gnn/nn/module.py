@@ -19,7 +19,7 @@ from lightning_gnn.nn.conv import unfused_layers
 from lightning_gnn.nn.conv.fused import FUSED_ON
 from lightning_gnn.nn.conv.graph import check_takes_graph, is_graph
 from lightning_gnn.nn.embeddings import TypeEmbeddings
-from lightning_gnn.nn.inference import Elsewhere
+from lightning_gnn.nn.inference import Elsewhere, widen_features
 from lightning_gnn.nn.models import num_layers, trims_exactly
 from lightning_gnn.nn.optimizers import SplitOptimizer, densify_gradients
 from lightning_gnn.nn.sampled_edges import in_sampled_order, moved
@@ -105,7 +105,6 @@ class GNNModule(pl.LightningModule):
             if batch.get(name) is None:
                 raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
         self._check_hops(batch)
-        x = self._widen(batch.x)
         self._log_unfused(batch)
         # Pass only arguments that the model takes.
         extra: dict[str, Any] = {}
@@ -128,12 +127,12 @@ class GNNModule(pl.LightningModule):
         # In evaluation, process a whole graph layer by layer, so that it does not have to fit on the device.
         settings = batch.get("inference") if isinstance(batch.edge_index, CompressedGraph | Elsewhere) else None
         if settings is not None and not self.training:
-            whole: Tensor = settings.run(self.model, x, batch.edge_index, **extra)
+            whole: Tensor = settings.run(self.model, batch.x, batch.edge_index, **extra)
             return whole
         # Reject layers that need an edge tensor, by name.
         if is_graph(batch.edge_index):
             check_takes_graph(self.model)
-        rows: Tensor = self.model(x, batch.edge_index, **extra)
+        rows: Tensor = self.model(widen_features(batch.x, self.model), batch.edge_index, **extra)
         return rows
 
     def _forward_types(self, batch: HeteroData) -> Any:
@@ -160,20 +159,13 @@ class GNNModule(pl.LightningModule):
         self._check_hops(batch)
         self._log_unfused(batch)
         # Run the model, and check that it returns outputs by node type.
-        x_dict = {name: self._widen(features[name]) for name in batch.node_types}
+        x_dict = {name: widen_features(features[name], self.model) for name in batch.node_types}
         out = self.model(x_dict, batch.edge_index_dict, **extra)
         if not isinstance(out, Mapping):
             raise TypeError(
                 f"a model for heterogeneous graphs must return a dict by node type, but returns {type(out).__name__}"
             )
         return out
-
-    def _widen(self, x: Tensor) -> Tensor:
-        """Convert 16-bit features to the dtype of float32 weights, except under autocast."""
-        if x.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
-            return x
-        weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
-        return x.to(torch.float32) if weights == {torch.float32} else x
 
     def _check_hops(self, batch: Data | HeteroData) -> None:
         """Warn once if the number of hops of mini-batches differs from the number of layers."""

@@ -14,6 +14,7 @@ from torch_geometric.nn import models as pyg
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, infer, inference
 from lightning_gnn.nn.inference import layers_of
+from lightning_gnn.ops.aggregate import source_order
 from tests.strategies import edge_indices
 
 NODES = 60
@@ -37,6 +38,8 @@ MODELS = [
     (GCN, {"add_self_loops": False, "improved": True}),
     (GraphSAGE, {"norm": "layer", "norm_kwargs": {"mode": "node"}}),
     (GraphSAGE, {"aggr": "max", "normalize": True}),
+    (GraphSAGE, {"aggr": "sum", "normalize": True, "root_weight": False}),
+    (GraphSAGE, {"project": True}),
     (GAT, {"heads": 3, "act": "elu", "output_heads": 2}),
     (GAT, {"heads": 2, "residual": True, "norm": "batch"}),
 ]
@@ -47,6 +50,7 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(inference, "MIN_BLOCK_VERTICES", 8)  # several blocks even for a small graph
+        patch.setattr(source_order, "_CHUNK_BYTES", 600)  # several chunks of sources
         yield
 
 
@@ -81,6 +85,27 @@ def test_on_any_graph(drawn, which):
     x = torch.randn(num_nodes, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     out = infer(model, x, graph, settings=FullInference(memory_limit=0, progress=False))
     torch.testing.assert_close(out, model(x, edges), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("limit", ["auto", 0])
+def test_features_in_half_of_the_bytes_are_widened_where_they_are_read(monkeypatch, limit):
+    model, x = make_trained(GCN).float(), X.half()
+    widened, settings = [], FullInference(memory_limit=limit, progress=False)
+    monkeypatch.setattr(inference, "widen_features", lambda x, model: widened.append(x) or x.float())
+    torch.testing.assert_close(infer(model, x, GRAPH, settings=settings), model(x.float(), EDGES))
+    assert bool(widened) == (limit == "auto")
+
+
+@settings(max_examples=30)
+@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=12), parts=st.integers(1, 5), data=st.data())
+def test_threads_share_no_target(counts, parts, data):
+    targets = np.repeat(np.arange(len(counts)), counts)
+    begin = data.draw(st.integers(0, targets.size))
+    cuts = source_order._cut_between_targets(targets, begin, targets.size, parts)
+    assert len(cuts) == parts + 1
+    assert [cuts[0], cuts[-1]] == [begin, targets.size]
+    assert cuts == sorted(cuts)
+    assert all(targets[cut - 1] != targets[cut] for cut in cuts if begin < cut < targets.size)
 
 
 class Interrupted(Exception):
