@@ -12,7 +12,7 @@ the peak of the process itself, ``with page cache`` that of the cgroup.
 - ``train`` is two epochs of a two-layer GraphSAGE with fanouts 10 and 5, on 2 % of the nodes, with features on disk.
 - ``bound`` counts the blocks that Belady's rule would read in these epochs.
 - ``evaluate`` tests the model on 0.2 % of the nodes.
-- ``infer`` is exact inference for a tenth of the nodes, with all neighbors, in mini-batches streamed from disk.
+- ``infer`` is exact inference for a tenth of the nodes, layer by layer for all nodes, with the outputs on disk.
 
 Finished steps are kept in ``--folder``, so that an interrupted benchmark goes on. It requires 75 GB of disk.
 """
@@ -44,7 +44,8 @@ from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.datasets.folder import load_folder
 from lightning_gnn.features import DiskFeatures
 from lightning_gnn.features.feature_file import FeatureFile
-from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.nn import FullInference, GraphSAGE, NodeClassifier, inference
 from lightning_gnn.ops import aggregate, gather_rows, sample_neighbors
 
 SIZES = {"edges": (1_000_000_000, 200_000)}
@@ -53,6 +54,8 @@ DEGREE, FEATURES, CLASSES = 10, 64, 16
 LIMIT = 16 << 30
 """Bytes of memory of each step, including its page cache."""
 CONVERT_MEMORY, FEATURE_MEMORY = "10GB", "6GB"
+INFERENCE_BYTES = 60
+"""Memory of inference, per node."""
 EDGES_PER_FILE, NODES_PER_FILE = 50_000_000, 5_000_000
 SAMPLED_FANOUTS, FANOUTS, BATCH_SIZE = [15, 10, 5], [10, 5], 1024
 INFERENCE_SHARE = 10
@@ -128,19 +131,19 @@ def _read_scattered(array: np.ndarray, count: int) -> int:
 
 def sample(folder: Path, num_edges: int) -> dict[str, Any]:
     """Sample on one core, and read elements of the largest array and of an array of one number per node."""
-    data = load_folder(folder / "graph")
-    nodes = data.num_nodes
+    graph = load_folder(folder / "graph").graph
+    nodes, sources = graph.indptr.numel() - 1, np.array(graph.indices)  # copies, so that no read is a page fault
+    graph = CSCGraph(graph.indptr.clone(), torch.from_numpy(sources))
     random = torch.Generator().manual_seed(1)
     batches = [torch.randint(nodes, (BATCH_SIZE,), generator=random).unique() for _ in range(60)]
     edges, seconds = [], []
     for number, seeds in enumerate(batches):
         start = time.perf_counter()
-        edges.append(sample_neighbors(data.graph, seeds, SAMPLED_FANOUTS, number).edge.numel())
+        edges.append(sample_neighbors(graph, seeds, SAMPLED_FANOUTS, number).edge.numel())
         seconds.append(time.perf_counter() - start)
     found: dict[str, Any] = {"ns per edge": 1e9 * sum(seconds[20:]) / sum(edges[20:]), "edges": sum(edges[20:])}
     found["edges per second"] = 1e9 / found["ns per edge"]
-    for name, array in (("sources", data.graph.indices.numpy()), ("nodes", np.zeros(nodes, np.int32))):
-        array = np.array(array)  # in memory, so that no read is a page fault
+    for name, array in (("sources", sources), ("nodes", np.ones(nodes, np.int32))):
         for _ in range(2):
             start = time.perf_counter()
             _read_scattered(array, 20_000_000)
@@ -167,11 +170,11 @@ def gather(folder: Path, num_edges: int) -> dict[str, Any]:
 
 
 def aggregate_all(folder: Path, num_edges: int) -> dict[str, Any]:
-    """Aggregate over all edges, once before the clock starts if the graph is small."""
+    """Aggregate over all edges, once before the clock starts."""
     data = load_folder(folder / "graph")
     graph = CompressedGraph.from_graph(data.graph)
     x, found = torch.ones(data.num_nodes, 8), {}
-    for _ in range(1 if num_edges > 200_000_000 else 3):
+    for _ in range(2):
         start = time.perf_counter()
         aggregate(graph, x)
         found["ns per edge"] = (time.perf_counter() - start) * 1e9 / num_edges
@@ -245,14 +248,19 @@ def evaluate(folder: Path, num_edges: int) -> dict[str, Any]:
 
 
 def infer(folder: Path, num_edges: int) -> dict[str, Any]:
-    """Predict for a tenth of the nodes from all of their neighbors."""
+    """Predict for a tenth of the nodes; on smaller graphs also with the sources of each block of targets gathered."""
     nodes = torch.arange(num_edges // DEGREE // INFERENCE_SHARE)
-    options = {"num_neighbors": [-1, -1], "batch_size": min(100_000, nodes.numel()), "input_pred_nodes": nodes}
-    module = _module(folder, **options)
-    outputs: list[Tensor] = _trainer(folder).predict(_classifier(), module, ckpt_path=folder / "model.ckpt")
-    labels = module.data.y[nodes]
+    settings = FullInference(folder / "layers", INFERENCE_BYTES * num_edges // DEGREE)
+    found: dict[str, Any] = {"nodes": nodes.numel()}
+    for way in ("gathered, s", "in order, s") if num_edges < 200_000_000 else ("in order, s",):
+        is_linear = inference._is_linear
+        if way == "gathered, s":
+            inference._is_linear = lambda conv: False
+        module, start = _module(folder, memory=None, input_pred_nodes=nodes, inference=settings), time.perf_counter()
+        outputs: list[Tensor] = _trainer(folder).predict(_classifier(), module, ckpt_path=folder / "model.ckpt")
+        found[way], inference._is_linear = time.perf_counter() - start, is_linear
     predicted = torch.cat([output.argmax(1) for output in outputs])
-    return {"accuracy": float((predicted == labels).float().mean()), "nodes": nodes.numel()}
+    return {**found, "accuracy": float((predicted == module.data.y[nodes]).float().mean())}
 
 
 RUN: dict[str, Callable[[Path, int], dict[str, Any]]] = {
@@ -276,9 +284,9 @@ def run_step(step: str, folder: Path, num_edges: int) -> None:
     (folder / f"{step}.json").write_text(json.dumps(found))
 
 
-def measure_steps(folder: Path, num_edges: int, only: str = "") -> dict[str, dict[str, Any]]:
-    """Run all steps that are not finished, and return what they found."""
-    for step in STEPS:
+def measure_steps(folder: Path, num_edges: int, only: str = "", steps: Sequence[str] = STEPS) -> dict[str, Any]:
+    """Run the steps that are not finished, and return what they found."""
+    for step in steps:
         if only in step and not (folder / f"{step}.json").exists():
             print(f"{num_edges:,} edges: {step}", flush=True)
             command = [sys.executable, "-m", "benchmarks.billion", "--step", step, str(folder), str(num_edges)]
@@ -296,6 +304,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(args.folder or temporary)
         found = measure_steps(folder, args.edges, args.only)
+    found.pop("draw", None)  # which prepares the others, and is not limited
     rows = [
         {"name": step, **{key: shortened(each["wall, s"]) for key in ("median", "min", "max")}}
         for step, each in found.items()

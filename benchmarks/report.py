@@ -1,7 +1,7 @@
 """Turn the JSON files of the benchmarks into tables and a chart: ``python -m benchmarks.report``.
 
-Writes all comparisons into docs/results.md, folded by topic below the chart, and a selection into README.md. Only the
-text between two markers is replaced.
+Writes all comparisons into docs/results.md, folded by topic below the chart, a selection into README.md, and costs by
+size into docs/scaling.md. Only the text between two markers is replaced.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 from benchmarks.harness import MISSING, RESULTS, TABLE_HEAD, as_row, replaced
 
 ROOT = Path(__file__).parent.parent
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
-CHART = ROOT / "docs" / "images" / "results.svg"
+README, PAGE, SCALING = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "scaling.md"
+CHART, SCALING_CHART = ROOT / "docs" / "images" / "results.svg", ROOT / "docs" / "images" / "scaling.svg"
+CHARTS = ROOT / "docs" / "charts.py"
 GPU_START, GPU_END = "<!-- gpu:start -->", "<!-- gpu:end -->"
 TOPICS = {
     "Sampling, CPU": ("sampling", "typed_sampling"),
@@ -107,8 +108,18 @@ def chart(results: Sequence[dict[str, Any]]) -> str:
             if "ratio" in comparison:
                 interval = comparison.get("interval", [comparison["ratio"]] * 2)
                 cells[KINDS[kind(comparison)]].append((comparison["ratio"], *interval))
-    draw = runpy.run_path(str(ROOT / "docs" / "charts.py"))["ratios"]
+    draw = runpy.run_path(str(CHARTS))["ratios"]
     return str(draw("Ratios of all comparisons; above 1, ours is faster", rows))
+
+
+def scaling(folder: Path = RESULTS) -> tuple[str, str]:
+    """Return the tables and the figure of docs/scaling.md."""
+    from benchmarks.scaling import BILLION, table_of_steps, tables
+
+    found = json.loads((folder / "scaling.json").read_text())
+    steps = table_of_steps(json.loads((folder / BILLION.name).read_text()))
+    chart = runpy.run_path(str(CHARTS))["growth"]("How cost grows", found["extra"]["fits"])
+    return f"{tables(found)}\n\n{steps}", str(chart)
 
 
 def headlines(results: Sequence[dict[str, Any]], chosen: Sequence[str] = HEADLINES) -> str:
@@ -149,7 +160,8 @@ def pages(results: Sequence[dict[str, Any]]) -> dict[Path, str]:
     """Return the pages with results, complete with what the files say."""
     page = replaced(PAGE.read_text(encoding="utf-8"), table(results))
     readme = replaced(README.read_text(encoding="utf-8"), headlines(results))
-    return {PAGE: replaced(page, gpu(), GPU_START, GPU_END), README: readme}
+    grows = replaced(SCALING.read_text(encoding="utf-8"), scaling()[0])
+    return {PAGE: replaced(page, gpu(), GPU_START, GPU_END), README: readme, SCALING: grows}
 
 
 def main(argv: Sequence[str] | None = None) -> str:
@@ -164,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     for path, text in pages(results).items():
         path.write_text(text, encoding="utf-8")
     CHART.write_text(chart(results), encoding="utf-8")
+    SCALING_CHART.write_text(scaling()[1], encoding="utf-8")
     return content
 
 

@@ -1,7 +1,8 @@
 """Draws the pictures of the documentation: ``python docs/charts.py`` writes docs/images/*.svg.
 
 SVG files need no network, and look the same on the site and in a repository's viewer. Colors are legible on a light and
-on a dark page. ``python -m benchmarks.report`` draws results.svg with :func:`ratios`.
+on a dark page. ``python -m benchmarks.report`` draws results.svg with :func:`ratios` and scaling.svg
+with :func:`growth`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 IMAGES = Path(__file__).parent / "images"
 FILL = {"ours": "#3949ab", "other": "#607d8b", "question": "#00796b", "warm": "#bf5b17", "train": "#2e7d32"}
 """Colors by what a box stands for: a part of this package, what the user has, a question, a copy, training."""
 MARKS = ("#5c7cfa", "#d9822b", "#2ba39a")
 """Colors of thin marks, one for each column of :func:`ratios`."""
+LINES = (*MARKS, "#b04a9d", "#8a8d2b", "#d1495b")
+"""Colors of the lines of :func:`growth`."""
 _GREY = "#808080"
 _LINE = 16
 
@@ -119,6 +123,58 @@ def ratios(title: str, rows: Mapping[str, Mapping[str, Sequence[tuple[float, ...
         label(left + 1.5 * width + gap, bottom + 38, "ratio, and its 95 % confidence interval; above 1, ours is faster")
     )
     return picture(int(left + 3 * width + 2 * gap + 16), int(bottom + 50), title, parts)
+
+
+def growth(title: str, fits: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return costs over the number of edges on logarithmic axes: times, and peaks of memory in a second panel.
+
+    Args:
+        fits: For each cost, ``measured`` values and the fitted ``line``, by number of edges.
+    """
+    peaks = {name.removeprefix("peak of "): fit for name, fit in fits.items() if name.startswith("peak of ")}
+    times = {name: fit for name, fit in fits.items() if not name.startswith("peak of ")}
+    colors = [next(color for color, time in zip(LINES, times, strict=False) if time.startswith(peak)) for peak in peaks]
+    parts = _growth_panel(58, "time, ns per edge or row", times, LINES)
+    parts += _growth_panel(458, "peak memory, GB", peaks, colors)
+    parts.append(label(58, 402, "dots: measured; lines: fitted, dashed where predicted", "start"))
+    return picture(820, 414, title, parts)
+
+
+def _growth_panel(
+    left: float, heading: str, costs: Mapping[str, Mapping[str, Any]], colors: Sequence[str]
+) -> list[str]:
+    top, width, height = 34.0, 330.0, 250.0
+    every = [pair for fit in costs.values() for key in ("measured", "line") for pair in fit[key].items()]
+    low, high = (math.log10(end(int(edges) for edges, _ in every)) for end in (min, max))
+    least = math.floor(math.log10(min(value for _, value in every)))
+    most = math.ceil(math.log10(max(value for _, value in every)))
+
+    def place(edges: str, value: float) -> tuple[float, float]:
+        x = left + (math.log10(int(edges)) - low) / (high - low) * width
+        return round(x, 1), round(top + (most - math.log10(value)) / (most - least) * height, 1)
+
+    parts = [label(left + width / 2, 18, heading), label(left + width / 2, top + height + 36, "edges")]
+    for power in range(math.ceil(low), math.floor(high + 1e-9) + 1):
+        x, _ = place(str(10**power), 1.0)
+        parts.append(f'<line x1="{x}" y1="{top}" x2="{x}" y2="{top + height}" stroke="{_GREY}" stroke-width="0.3"/>')
+        parts.append(label(x, top + height + 18, f"{10 ** (power % 3)} {'_KMB'[power // 3]}"))
+    for power in range(least, most + 1):
+        _, y = place("1", 10.0**power)
+        parts.append(f'<line x1="{left}" y1="{y}" x2="{left + width}" y2="{y}" stroke="{_GREY}" stroke-width="0.3"/>')
+        parts.append(label(left - 8, y + 4, f"{10.0**power:,g}" if -4 < power < 6 else f"1e{power}", "end"))
+    for row, (color, (name, fit)) in enumerate(zip(colors, costs.items(), strict=False)):
+        last = max(map(int, fit["measured"]))
+        inside = [place(*pair) for pair in fit["line"].items() if int(pair[0]) <= last]
+        beyond = [place(*pair) for pair in fit["line"].items() if int(pair[0]) > last]
+        for points, dashes in ((inside, ""), ([*inside[-1:], *beyond], ' stroke-dasharray="5 4"')):
+            path = " ".join(f"{x},{y}" for x, y in points)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"{dashes}/>')
+        for x, y in (place(*pair) for pair in fit["measured"].items()):
+            parts.append(f'<circle cx="{x}" cy="{y}" r="3.2" fill="{color}"/>')
+        x, y = left + row % 2 * width / 2, top + height + 58 + row // 2 * 18
+        parts.append(f'<circle cx="{x + 5}" cy="{y - 4}" r="4" fill="{color}"/>')
+        parts.append(label(x + 15, y, name, "start"))
+    return parts
 
 
 def suite() -> str:

@@ -128,6 +128,7 @@ def test_tables_in_readme_and_docs_are_made_from_the_results(load):
     for path, text in report.pages(report.load()).items():
         assert path.read_text(encoding="utf-8") == text, "run python -m benchmarks.report"
     assert report.CHART.read_text(encoding="utf-8") == report.chart(report.load()), "run python -m benchmarks.report"
+    assert report.SCALING_CHART.read_text(encoding="utf-8") == report.scaling()[1], "run python -m benchmarks.report"
 
 
 def test_the_first_screen_of_the_readme_has_measured_times(load):
@@ -182,6 +183,43 @@ def test_the_chart_has_a_mark_per_ratio(load):
     assert {report.kind(each) for each in bounds} == {"limits"}
     over = json.loads((report.RESULTS / "epoch.json").read_text())["roofline"]["SAGE"]["measured over bound"]
     assert bounds[0]["ratio"] == pytest.approx(1 / over, rel=0.01)
+
+
+def test_a_known_line_is_fitted_and_predicted(load, monkeypatch, tmp_path):
+    scaling, described = load("scaling"), load("harness").machine()
+
+    def pretend(folder, edges, steps):
+        graph, found = scaling.Graph(edges // 10, edges), {step: {} for step in steps}
+        for cost in scaling.COSTS.values():
+            value = cost.predict((7, 2, 3)[: len(cost.terms(graph))], graph)
+            found[cost.step][cost.key] = value * (edges / 1e9 if cost.key == "wall, s" else 1)
+        return found
+
+    monkeypatch.setattr(scaling, "measure_steps", pretend)
+    monkeypatch.setattr(scaling, "machine", lambda: {**described, "cores": 4})
+    monkeypatch.setattr(scaling, "BILLION", tmp_path / "billion.json")
+    steps = pretend(None, 10**9, scaling.STEPS)
+    scaling.BILLION.write_text(json.dumps({"settings": {"edges": 10**9}, "extra": steps}))
+    result = scaling.main(["--out", str(tmp_path / "scaling.json")])
+    assert [*result["extra"]["steps"]] == [10**6, 10**7, 10**8, 10**9]
+    fits, predicted = result["extra"]["fits"], result["extra"]["predicted"]["papers100M"]
+    for name, found in fits.items():
+        assert found["factors"] == pytest.approx([7, 2, 3][: len(found["factors"])]), name
+        assert abs(found["error"]) < 1e-3, name
+    papers = scaling.GRAPHS["papers100M"]
+    sampled = 7 + 2 * math.log2((8 * papers.nodes + 4 * papers.edges) / 1e6)
+    loaded = 4 * (7 + 2 * math.log2(512 * papers.nodes / 1e6))  # rows of 512 bytes instead of 128
+    for place, cores in ((scaling.HERE, None), ("MorphGL, machine A", 12), ("NeutronAscend", 48)):
+        costs, share = predicted[place], 1 / cores if cores else 1
+        assert costs["sampling, one core"] == pytest.approx(sampled * share, rel=1e-3)
+        assert costs["loading from memory"] == pytest.approx(loaded * (4 * share if cores else 1), rel=1e-3)
+    assert "| +0 % |" in scaling.tables(result)
+
+
+@pytest.mark.slow
+def test_costs_are_measured_at_a_small_size(load, tmp_path):
+    result = load("scaling").main(["--quick", "--folder", str(tmp_path)])
+    assert all(value > 0 for found in result["extra"]["fits"].values() for value in found["measured"].values())
 
 
 @pytest.mark.slow

@@ -9,13 +9,13 @@ MOST_LINES = {
     "(top)": 600,
     "accelerators": 300,
     "ascend_ops": 900,
-    "benchmarks": 12100,
+    "benchmarks": 12350,
     "callbacks": 250,
     "cli": 3200,
     "collective": 2300,
     "compressed": 1300,
     "datamodules": 1650,
-    "datasets": 3150,
+    "datasets": 3250,
     "distributed": 2450,
     "features": 2050,
     "full_graph": 1800,
@@ -23,14 +23,14 @@ MOST_LINES = {
     "graph": 1300,
     "hyscale": 4650,
     "loading": 1850,
-    "nn": 3900,
-    "ops": 8400,
+    "nn": 4000,
+    "ops": 8550,
     "partitioned": 2550,
     "planning": 1750,
     "report": 800,
     "runtime": 2100,
     "sampling": 1000,
-    "tests": 46050,
+    "tests": 46150,
     "triton_kernels": 3750,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
@@ -42,7 +42,9 @@ sleeping threads) and 500 in tests. Engines (SLURM requeue, Ray, URLs, Arrow Fli
 and 900 in tests. An emulator of compiled GPU kernels took 1,100 in tests. Compiling kernels ahead and the fallbacks
 without a compiler took 200 in ops, cli and runtime, and GraphBolt as a peer 400 in benchmarks. Leaving CPU trainers out
 that do not pay took 150 in hyscale, 50 in distributed and 100 in tests. Start-up by phase, the machine's limit of
-gathering and a graph of a billion edges took 650 in benchmarks, the cost of a conversion 100 in datasets."""
+gathering and a graph of a billion edges took 650 in benchmarks, the cost of a conversion 100 in datasets.
+Costs by size, their fits and what these predict took 220 in benchmarks. Sorting edges by counting took 50 in datasets,
+and inference that reads sources in the order of their file 150 in ops and 50 in nn."""
 
 
 def find_room(path):
