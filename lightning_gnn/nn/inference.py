@@ -19,7 +19,7 @@ from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.features.arrays import read_in_order
 from lightning_gnn.graph.csr import CSR
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
-from lightning_gnn.nn.conv.graph import REDUCE, layers_without_graph
+from lightning_gnn.nn.conv.graph import REDUCE, is_plain, layers_without_graph
 from lightning_gnn.nn.layer_files import layer_outputs
 from lightning_gnn.nn.models import _InputDropoutGNN
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
@@ -109,7 +109,7 @@ def infer(
         edge_weight: Weights ``[E]`` in the order of the user's ``edge_index``, for models that take them.
         edge_attr: Edge features ``[E, …]`` in the same order, for models that take them.
         settings: By default ``FullInference()``.
-        stop: Called after each block of rows that is written to a file; may raise to interrupt the run.
+        stop: Called after each block of rows that is read or written; may raise to interrupt the run.
 
     Returns:
         ``[N, out_channels]``, on the model's device or memory-mapped.
@@ -195,6 +195,7 @@ def _output_bytes(layers: list[Layer], x: Tensor) -> int:
 
 
 def _dtype_of(layers: list[Layer]) -> torch.dtype:
+    """Return the dtype of the parameters, in which layers are computed."""
     return next(parameter.dtype for layer in layers for parameter in layer.conv.parameters())
 
 
@@ -336,9 +337,8 @@ class _Streamed:
         graph = self.graph.with_self_loops() if looped else self.graph
         widest = (source.size(1) + layer.widest) * self.dtype.itemsize
         max_vertices = max(MIN_BLOCK_VERTICES, int(self.limit // max(widest, 1)))
-        conv = layer.conv
-        if isinstance(conv, GCNConv | SAGEConv) and self.device.type == "cpu" and _is_linear(conv):
-            yield from self._iter_in_source_order(conv, source, graph, min(max_vertices, _ROWS_AT_ONCE))
+        if self.device.type == "cpu" and _is_linear(layer.conv):
+            yield from self._iter_in_source_order(layer.conv, source, graph, min(max_vertices, _ROWS_AT_ONCE))
             return
         memo: dict[str, Tensor] = {}
         for first, last in _iter_blocks(graph.forward, max_vertices):
@@ -351,7 +351,7 @@ class _Streamed:
             yield block.targets, out
 
     def _iter_in_source_order(
-        self, conv: GCNConv | SAGEConv, source: Tensor, graph: CompressedGraph, rows_at_once: int
+        self, conv: nn.Module, source: Tensor, graph: CompressedGraph, rows_at_once: int
     ) -> Iterator[tuple[slice, Tensor]]:
         """Aggregate as many targets as the memory holds while the sources are read once, then run the layer on them."""
         dtype, weight = torch.promote_types(self.dtype, torch.float32), None
@@ -359,8 +359,9 @@ class _Streamed:
             weight = self.graph.gcn_weight(self.edge_weight, conv.improved, conv.add_self_loops, dtype=self.dtype)
         elif isinstance(conv, GCNConv) and self.edge_weight is not None:
             weight = self.graph.edge_order(self.edge_weight)
+        weight = None if weight is None else weight.to(dtype)
         limit = max(self.limit, MIN_BLOCK_VERTICES * source.size(1) * dtype.itemsize)
-        rows, reduce = graph.forward, REDUCE[conv.aggr]
+        rows, reduce = graph.forward, REDUCE[str(conv.aggr)]
         for block in iter_target_ranges(rows, source.size(1), dtype, weight is not None, limit):
             sums = aggregate_in_source_order(rows, block, source, weight, reduce, dtype, self.stop)
             for first in range(block.start, block.stop, rows_at_once):
@@ -370,9 +371,13 @@ class _Streamed:
                 yield targets, conv(with_root, _AggregatedTargets(targets.stop - first))
 
 
-def _is_linear(conv: GCNConv | SAGEConv) -> bool:
-    """Return whether a layer is linear in its sources, so that their order does not matter."""
-    return REDUCE.get(str(conv.aggr)) in ("sum", "mean") and not getattr(conv, "project", False)
+def _is_linear(conv: nn.Module) -> bool:
+    """Return whether a layer is linear in its sources up to the aggregation, also if users have changed it."""
+    if not isinstance(conv, GCNConv | SAGEConv) or conv._forward_pre_hooks:
+        return False
+    is_sum = REDUCE.get(str(conv.aggr)) in ("sum", "mean")
+    # GraphSAGE multiplies the sums, GCN the sources.
+    return is_sum and (not conv.project if isinstance(conv, SAGEConv) else is_plain(conv.lin) and conv.lin.bias is None)
 
 
 def _iter_blocks(rows: CSR, max_vertices: int) -> Iterator[tuple[int, int]]:

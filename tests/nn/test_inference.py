@@ -108,6 +108,34 @@ def test_threads_share_no_target(counts, parts, data):
     assert all(targets[cut - 1] != targets[cut] for cut in cuts if begin < cut < targets.size)
 
 
+def relu(module, args, *output):
+    """Change the inputs of a layer, as a hook before it, or its outputs, as one after it."""
+    if output:
+        return output[0].relu()
+    first = tuple(each.relu() for each in args[0]) if isinstance(args[0], tuple) else args[0].relu()
+    return first, *args[1:]
+
+
+CHANGES = {
+    "a layer in place of lin": lambda conv: setattr(conv, "lin", nn.Sequential(conv.lin, nn.ReLU())),
+    "lin with a bias": lambda conv: setattr(conv.lin, "bias", nn.Parameter(torch.arange(12.0).double())),
+    "a hook after lin": lambda conv: conv.lin.register_forward_hook(relu),
+    "a hook before the layer": lambda conv: conv.register_forward_pre_hook(relu),
+}
+
+
+@pytest.mark.parametrize("limit", [0, 3000])
+@pytest.mark.parametrize(
+    ("cls", "change"), [*((GCN, each) for each in CHANGES), (GraphSAGE, "a hook before the layer")]
+)
+def test_layers_that_users_changed(cls, change, limit):
+    model = make_trained(cls)
+    for conv in model.convs[:-1]:
+        CHANGES[change](conv)
+    out = infer(model, X, GRAPH, settings=FullInference(memory_limit=limit, progress=False))
+    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
+
+
 class Interrupted(Exception):
     pass
 
@@ -116,12 +144,12 @@ def interrupt(model, layer, calls):
     """Make a layer raise at its call number ``calls``."""
     seen = []
 
-    def hook(module, args):
+    def hook(module, args, output):
         seen.append(module)
         if len(seen) > calls:
             raise Interrupted
 
-    return model.convs[layer].register_forward_pre_hook(hook)
+    return model.convs[layer].register_forward_hook(hook)
 
 
 @pytest.mark.medium

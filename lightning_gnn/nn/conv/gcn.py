@@ -57,7 +57,9 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         graph, weight = self._normalize(edge_index, edge_weight, x)
         constant = is_constant(edge_index, x) and (self.normalize or edge_weight is None)
         weight = weight if weight is None else weight.to(x.dtype)
-        if not graphs.aggregates_first(graph, self.lin, x, reduce, default=False, constant=constant):
+        # A bias, which users may add, must be summed as well.
+        sums_outputs = getattr(self.lin, "bias", None) is not None
+        if sums_outputs or not graphs.aggregates_first(graph, self.lin, x, reduce, default=False, constant=constant):
             x = aggregate(graph, self.lin(x), weight, reduce)
         else:
             x = self.lin(aggregate_input(edge_index if constant else None, graph, x, weight, reduce))

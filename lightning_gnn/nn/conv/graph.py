@@ -75,12 +75,17 @@ def with_self_loops(graph: CompressedGraph) -> CompressedGraph:
         return graph.with_self_loops()
 
 
+def is_plain(lin: nn.Module) -> bool:
+    """Return whether a linear layer is neither replaced nor hooked, so that it may be applied to sums."""
+    return type(lin) is Linear and not lin._forward_hooks and not lin._forward_pre_hooks
+
+
 def aggregates_first(
     graph: CompressedGraph, lin: Linear, x: Tensor, reduce: str, default: bool, constant: bool = False
 ) -> bool:
     """Return whether ``(A X) W`` costs less than ``A (X W)``; results differ only for a maximum."""
     # A replaced or hooked linear layer is called in PyG's order.
-    if type(lin) is not Linear or lin._forward_hooks or lin._forward_pre_hooks:
+    if not is_plain(lin):
         return default
     if isinstance(lin.weight, nn.UninitializedParameter) or reduce == "max":
         return default

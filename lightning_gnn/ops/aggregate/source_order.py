@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from lightning_gnn.graph.csr import CSR
 from lightning_gnn.ops.aggregate.definition import Reduce
-from lightning_gnn.ops.intrinsics import prefetch
+from lightning_gnn.ops.worker_threads import run_all
 
 _CHUNK_BYTES = 16 << 20  # bytes of the sources that are read at a time; they should fit in a core's cache
-_AHEAD = 8  # edges between the prefetch of a sum and its addition
 _EDGE_BYTES = 8  # bytes of an edge that waits for its source
 
 
@@ -32,15 +30,16 @@ def iter_target_ranges(rows: CSR, width: int, dtype: torch.dtype, weighted: bool
             return (last - first) * per_target + int(indptr[last] - indptr[first]) * per_edge
 
         last = bisect_right(range(first + 1, rows.num_rows + 1), limit, key=required_bytes) + first
-        yield slice(first, max(last, first + 1))
-        first = max(last, first + 1)
+        last = max(last, first + 1)
+        yield slice(first, last)
+        first = last
 
 
 def aggregate_in_source_order(
     rows: CSR,
     targets: slice,
     source: Tensor,  # features of all sources, floating [num_columns, D], in memory or memory-mapped
-    weight: Tensor | None,  # floating [num_edges]
+    weight: Tensor | None,  # [num_edges], of dtype
     reduce: Reduce,  # sum or mean
     dtype: torch.dtype,  # of the result, float32 or float64
     stop: Callable[[], None],  # called after each chunk of sources
@@ -51,19 +50,17 @@ def aggregate_in_source_order(
     """
     num_targets, width = targets.stop - targets.start, source.size(1)
     sums = torch.zeros(num_targets, width, dtype=dtype)
-    chunk = max(_CHUNK_BYTES // (width * dtype.itemsize), 1)
-    weights = None if weight is None else weight.to(dtype).numpy()
+    chunk = max(_CHUNK_BYTES // max(width * dtype.itemsize, 1), 1)
+    weights = None if weight is None else weight.numpy()
     indptr, indices = rows.indptr[targets.start : targets.stop + 1].numpy(), rows.indices.numpy()
     begins, sources, places, grouped = _group_edges(indptr, indices, weights, chunk, -(-rows.num_columns // chunk))
-    num_threads = torch.get_num_threads()
-    with ThreadPoolExecutor(num_threads) as pool:
-        for number, (begin, end) in enumerate(pairwise(begins.tolist())):
-            if begin < end:
-                block = source[number * chunk : (number + 1) * chunk].to(dtype).numpy()
-                add = partial(_add_rows, block, sources, places, grouped, sums.numpy())
-                cuts = _cut_between_targets(places, begin, end, num_threads)
-                list(pool.map(add, cuts[:-1], cuts[1:]))
-            stop()
+    for number, (begin, end) in enumerate(pairwise(begins.tolist())):
+        if begin < end:
+            block = source[number * chunk : (number + 1) * chunk].to(dtype).numpy()
+            add = partial(_add_rows, block, sources, places, grouped, sums.numpy())
+            cuts = _cut_between_targets(places, begin, end, torch.get_num_threads())
+            run_all([partial(add, *cut) for cut in pairwise(cuts)])
+        stop()
     return sums.div_(torch.from_numpy(np.diff(indptr)).clamp(min=1)[:, None]) if reduce == "mean" else sums
 
 
@@ -110,17 +107,11 @@ def _add_rows(
     end: int,
 ) -> None:
     """Add the rows of the edges' sources, times their weights, to the sums of their targets."""
-    width, flat = block.shape[1], sums.reshape(-1)
-    line = 64 // sums.itemsize
     for e in range(begin, end):
         source, target = sources[e], targets[e]
-        # The sums of edges that follow are far apart in memory.
-        ahead = np.int64(targets[min(e + _AHEAD, end - 1)]) * width
-        for column in range(0, width, line):
-            prefetch(flat, ahead + column)
         if weights is None:
-            for column in range(width):
+            for column in range(block.shape[1]):
                 sums[target, column] += block[source, column]
         else:
-            for column in range(width):
+            for column in range(block.shape[1]):
                 sums[target, column] += weights[e] * block[source, column]
