@@ -110,7 +110,7 @@ def convert_tables(
     files = {str(path): _fingerprint_files(path) for path in (*of_edges, *tables.values())}
     random_options = random_features, random_labels
     inputs = [sorted((str(edge_type), str(path)) for edge_type, path in names.items()) for names in (edges, tables)]
-    fingerprint = [6, *inputs, undirected, *random_options, feature_dtype, files]
+    fingerprint = [7, *inputs, undirected, *random_options, feature_dtype, files]
     budget = int(memory * _DATABASE_MEMORY_FRACTION)
     database = TableFiles(folder / "database", budget, fingerprint, folder / "graph", say)
     if database.resumed:
@@ -497,9 +497,13 @@ class _Conversion(NamedTables):
         rows = f"FROM {edges} e {joins} WHERE {' AND '.join(conditions)}"
         if joins:
             name = table_name("numbered", BETWEEN.join(edge_type))
-            chosen = [f"{numbers[0]} AS s", f"{numbers[1]} AS t", *(f"e.{as_name(column)}" for column in attrs)]
-            self.database.make(name, f"SELECT {', '.join(chosen)} {rows} ORDER BY e.rowid")
-            numbers, count = ["s", "t"], self.database.count(name)
+            # Names that no attribute may have.
+            numbered = [as_name(f"/{end}") for end in ENDPOINTS]
+            ends_and_attrs = [*numbered, *map(as_name, attrs)]
+            columns = [*numbers, *(f"e.{as_name(column)}" for column in attrs)]
+            chosen = ", ".join(f"{value} AS {column}" for value, column in zip(columns, ends_and_attrs, strict=True))
+            self.database.make(name, f"SELECT {chosen} {rows} ORDER BY e.rowid")
+            numbers, count = numbered, self.database.count(name)
         else:
             count = self.database.query(f"SELECT count(*) {rows}")[0][0]
         # If edges are missing from the result, report the first one that refers to an unknown node.

@@ -1,6 +1,7 @@
 """Sorts the edges of a table by target, by counting."""
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import numba
 import numpy as np
@@ -17,13 +18,17 @@ class EdgeOrder:
 
     def __init__(self, database: TableFiles, table: str, target: str, num_nodes: int, memory: int) -> None:
         self._database, self._table = database, table
-        self._target = _cast(target, index_dtype(num_nodes))
-        self.indptr = np.zeros(num_nodes + 1, np.int64)
-        for (targets,) in self._scan(self._target):
-            _count_in_degrees(targets, self.indptr)
-        np.cumsum(self.indptr, out=self.indptr)
+        self._target, self._num_nodes = _cast(target, index_dtype(num_nodes)), num_nodes
         # Two arrays of one number per node are in memory at the same time.
-        self._buffer_bytes = max(memory - 2 * self.indptr.nbytes, memory // 4)
+        self._buffer_bytes = max(memory - 2 * 8 * num_nodes, memory // 4)
+
+    @cached_property
+    def indptr(self) -> npt.NDArray[np.int64]:
+        """Offsets of the nodes' in-edges, int64 ``[num_nodes + 1]``."""
+        indptr = np.zeros(self._num_nodes + 1, np.int64)
+        for (targets,) in self._scan(self._target):
+            _count_in_degrees(targets, indptr)
+        return np.cumsum(indptr, out=indptr)
 
     def _scan(self, *columns: str) -> Iterator[list[np.ndarray]]:
         named = {f"column{number}": column for number, column in enumerate(columns)}
@@ -35,10 +40,10 @@ class EdgeOrder:
 
         One scan of the table places as many edges as the memory holds.
         """
-        places, num_nodes = self.indptr[:-1].copy(), self.indptr.size - 1
+        places = self.indptr[:-1].copy()
         most, first = self._buffer_bytes // np.dtype(dtype).itemsize, 0
         buffer = np.empty(0, dtype)
-        while first < num_nodes:
+        while first < self._num_nodes:
             begin = self.indptr[first]
             last = max(int(np.searchsorted(self.indptr, begin + most, "right")) - 1, first + 1)
             if self.indptr[last] - begin > buffer.size:

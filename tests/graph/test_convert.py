@@ -216,6 +216,19 @@ def test_the_cost_of_a_large_conversion_is_announced(tmp_path, ending, monkeypat
     assert said[1].endswith(" kB of disk are needed meanwhile, and 1e+03 TB are free")
 
 
+def test_attributes_may_have_any_name(tmp_path):
+    """Also those of columns in the database."""
+    names, edges = ["s", "t", "number", "edge", "value", "target_"], [(f"n{n % 7}", f"n{3 * n % 7}") for n in range(20)]
+    rows = [[*ends, *(100 * place + n for place in range(len(names)))] for n, ends in enumerate(edges)]
+    source = write(tmp_path / "edges.parquet", ["source", "target", *names], rows)
+    convert_tables({"a__to__a": source}, tmp_path / "graph")
+    found = load_folder(tmp_path / "graph")["a", "to", "a"]
+    order = sorted(range(20), key=lambda n: (3 * n % 7, n))
+    assert found.graph.indices.tolist() == [n % 7 for n in order]
+    for place, name in enumerate(names):
+        assert found[name].tolist() == [100 * place + n for n in order]
+
+
 def test_the_progress_of_a_scan_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(table_files, "_SECONDS_PER_REPORT", 0.001)
     said = queue.Queue()
