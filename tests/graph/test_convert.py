@@ -6,6 +6,7 @@ import os
 import queue
 import shutil
 import signal
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -234,6 +235,13 @@ def test_the_progress_of_a_scan_is_reported(tmp_path, monkeypatch):
     said = queue.Queue()
     database = table_files.TableFiles(tmp_path / "database", 100 << 20, 0, tmp_path, said.put)
     database.make("numbers", "SELECT range AS number FROM range(100)")
+    # Queries report nothing from here on, and what they have reported is complete at the next look.
+    connection, looked = database.connection, threading.Event()
+    database.connection = SimpleNamespace(
+        execute=connection.execute, close=connection.close, query_progress=lambda: looked.set() or 0
+    )
+    assert looked.wait(600)
+    said.queue.clear()
     for tenths, block in enumerate(database.blocks("numbers", {"number": "number"}, 10)):
         assert block["number"].tolist() == list(range(10 * tenths, 10 * tenths + 10))
         assert not tenths or said.get(timeout=600) == f"  {tenths}0 %"
