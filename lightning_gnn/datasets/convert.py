@@ -44,7 +44,8 @@ _MIN_CODE, _MAX_CODES, _MAX_CLASS_NUMBER = 1 << 16, 1000, 1 << 24
 Tables: TypeAlias = str | Path | Mapping[str, str | Path]
 _MIN_ANNOUNCED = 20_000_000  # minimum number of edges and node attributes for an estimate of the cost
 _SECONDS_PER_EDGE, _SECONDS_PER_VALUE = 0.45e-6, 0.045e-6  # with two cores, measured
-_BYTES_PER_EDGE, _BYTES_PER_VALUE, _SORTED_BYTES = 32, 6, 24  # in the database and the folder; sorted out of core
+_BYTES_PER_EDGE, _BYTES_PER_VALUE = 20, 6  # in the database and the folder
+_NUMBERED_BYTES, _SORTED_BYTES = 12, 24  # per edge between nodes with ids: in the database; while sorted out of core
 _DATABASE_MEMORY_FRACTION = 0.6  # the rest of `memory` buffers rows between the database and the files
 
 
@@ -142,12 +143,13 @@ def _announce_cost(
         return
     seconds = num_edges * _SECONDS_PER_EDGE + num_values * _SECONDS_PER_VALUE
     size = num_edges * _BYTES_PER_EDGE + num_values * _BYTES_PER_VALUE
-    if num_edges * _SORTED_BYTES > memory:
-        size += num_edges * _SORTED_BYTES
+    with_ids = size + num_edges * (_NUMBERED_BYTES + _SORTED_BYTES * (num_edges * _SORTED_BYTES > memory))
+    needed = f"{shown(size)} of disk ({shown(with_ids)} if nodes have ids)" if shapes else f"{shown(with_ids)} of disk"
+    size = size if shapes else with_ids
     free = shutil.disk_usage(database.folder).free
     num_rows, warning = sum(rows for rows, _ in shapes), ": probably too little" if free < size else ""
     say(f"about {num_edges:,} edges and {num_rows:,} rows of nodes: {_shown_time(seconds)} with two cores")
-    say(f"about {shown(size)} of disk are needed meanwhile, and {shown(free)} are free{warning}")
+    say(f"about {needed} are needed meanwhile, and {shown(free)} are free{warning}")
 
 
 def _shown_time(seconds: float) -> str:
