@@ -23,7 +23,14 @@ from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.datamodules.node import as_ids, seeds_in
-from lightning_gnn.features.arrays import as_numpy, expect_scattered_reads, load_array, save_arrays, write_blocks
+from lightning_gnn.features.arrays import (
+    as_numpy,
+    expect_scattered_reads,
+    load_array,
+    read_in_order,
+    save_arrays,
+    write_blocks,
+)
 from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.graph.hetero import HeteroCSCGraph
@@ -202,7 +209,8 @@ def _write_rows(root: Path, prefix: str, rows: Mapping[str, Tensor], ids: np.nda
                 yield as_numpy(value[index].detach().cpu())
 
         dtype = as_numpy(torch.empty(0, dtype=value.dtype)).dtype
-        write_blocks(root / _file_name(prefix, key), dtype, (ids.size, *value.shape[1:]), blocks())
+        with read_in_order(value):
+            write_blocks(root / _file_name(prefix, key), dtype, (ids.size, *value.shape[1:]), blocks())
 
 
 def _write_lists(root: Path, index: int, graph: CSCGraph, targets: np.ndarray, rows: Mapping[str, Tensor]) -> int:
