@@ -9,7 +9,7 @@ MOST_LINES = {
     "(top)": 600,
     "accelerators": 300,
     "ascend_ops": 900,
-    "benchmarks": 12350,
+    "benchmarks": 12400,
     "callbacks": 250,
     "cli": 3200,
     "collective": 2300,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "report": 800,
     "runtime": 2100,
     "sampling": 1000,
-    "tests": 46200,
+    "tests": 46300,
     "triton_kernels": 3750,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
@@ -44,7 +44,8 @@ without a compiler took 200 in ops, cli and runtime, and GraphBolt as a peer 400
 that do not pay took 150 in hyscale, 50 in distributed and 100 in tests. Start-up by phase, the machine's limit of
 gathering and a graph of a billion edges took 650 in benchmarks, the cost of a conversion 100 in datasets.
 Costs by size, their fits and what these predict took 220 in benchmarks. Sorting edges by counting took 50 in datasets,
-and inference that reads sources in the order of their file 150 in ops and 50 in nn."""
+and inference that reads sources in the order of their file 150 in ops and 50 in nn. Metrics and signals beside CPU
+trainers that are left out took 50 in distributed and 100 in tests."""
 
 
 def find_room(path):

@@ -34,8 +34,9 @@ class MetricSync:
         self._sharded_strategy = sharded_strategy
         self._step: str | None = None
         self._share = 0
-        self.has_unsynced = False
-        """Whether a step logged a value that Lightning reduces itself, at the end of an epoch."""
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self.used_metrics = False
+        """Whether the last step updated a metric, or logged a value that Lightning reduces when an epoch ends."""
         module.__dict__["log"] = self.log
 
     def remove(self) -> None:
@@ -45,11 +46,13 @@ class MetricSync:
     @contextmanager
     def collect(self, step: str, share: int) -> Iterator[None]:
         """Collect the values logged inside the ``with`` block."""
-        self._logged, self._step, self._share = {}, step, share
+        self._logged, self._step, self._share, self.used_metrics = {}, step, share, False
+        before = [metric._update_count for metric in self._metrics]
         try:
             yield
         finally:
             self._step = None
+            self.used_metrics |= before != [metric._update_count for metric in self._metrics]
 
     def log(self, *args: object, **kwargs: object) -> None:
         """Replacement for the module's ``log`` method."""
@@ -58,7 +61,7 @@ class MetricSync:
         reduction = _REDUCTIONS.get(getattr(reduce, "__name__", str(reduce)))
         value = arguments["value"]
         if self._step is None or reduction is None or isinstance(value, Metric | MetricCollection | dict):
-            self.has_unsynced |= self._step is not None
+            self.used_metrics |= self._step is not None
             self._original(**arguments)
             return
         if isinstance(value, Tensor) and value.numel() != 1:

@@ -17,9 +17,12 @@ from lightning_gnn.distributed.gradient_reducer import GradientReducer
 from lightning_gnn.distributed.loss_weights import Weight, check_consistent, check_weight
 from lightning_gnn.distributed.metric_sync import MetricSync
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
+from lightning_gnn.distributed.stop_on_signal import StopOnSignal
 
 _NO_LOSS, _BY_SHARE, _BY_NUMBER, _SUMMED = range(4)
 """Weighting of a loss: no valid loss; by the share; by a returned number; returned ``"sum"``."""
+SIGNAL_INTERVAL = 8
+"""Steps between exchanges of signals with ranks that only receive gradients."""
 
 
 class BatchWeight(NamedTuple):
@@ -39,6 +42,8 @@ class StepSummary:
     weight: float | Tensor = 0.0  # weight of the loss; the share without a returned weight, 1 for ``"sum"``
     loss: float | Tensor = 0.0
     wrote_buffers: float | Tensor = False
+    used_metrics: float = False  # whether it updated or logged a metric, whose ranks synchronize later
+    signal: float = 0.0  # signal that stops the run, or 0
     drift: float = 0.0  # largest relative difference of this rank's parameters from rank 0's
     timings: Sequence[float] = ()  # stage seconds of the previous step; equally long on all ranks
     metrics: Sequence[float | Tensor] = field(default_factory=list)  # see :meth:`MetricSync.row`
@@ -51,8 +56,9 @@ class StepSummary:
     @classmethod
     def decode(cls, row: Sequence[float], num_timings: int) -> StepSummary:
         """Restore a summary from :meth:`encode`."""
-        share, new, kind, weight, loss, wrote, drift, *rest = row
-        return cls(share, new, kind, weight, loss, wrote, drift, rest[:num_timings], rest[num_timings:])
+        share, new, kind, weight, loss, wrote, used, signal, drift, *rest = row
+        timings, metrics = rest[:num_timings], rest[num_timings:]
+        return cls(share, new, kind, weight, loss, wrote, used, signal, drift, timings, metrics)
 
 
 class StepSync:
@@ -68,6 +74,7 @@ class StepSync:
         observe: Callable[[list[StepSummary]], None],
         timings: Callable[[], Sequence[float]],  # returns this rank's timings of the previous step
         shards_graph: str | None = None,  # name of the strategy if it shards a full graph
+        stop: StopOnSignal | None = None,  # shares its signal with all ranks
     ) -> None:
         # Training state; set by start_training
         self.metrics = MetricSync(module, shards_graph)
@@ -87,6 +94,8 @@ class StepSync:
         self._observe = observe
         self._timings = timings
         self._shards_graph = shards_graph is not None
+        self._stop = StopOnSignal() if stop is None else stop
+        self._num_steps = 0
         self._reducer = GradientReducer(group.size, group.all_reduce_sum)
         # Intermediate values of the current backward pass
         self._weight: Weight | Tensor | None = None
@@ -127,6 +136,10 @@ class StepSync:
         with self.metrics.collect(step, batch.local), effects:
             yield
 
+    def skip(self, batch: BatchWeight) -> None:
+        """Take part in a training step that this rank, which has no share of it, does not run."""
+        self.batch, self._weight, self._loss, self.has_valid_loss = batch, None, None, False
+
     def record_loss(self, loss: Tensor | None, weight: Weight | Tensor | None) -> None:
         """Record the loss (None if missing) and weight of ``training_step``; ignored on a rank without a share."""
         self._loss = None if loss is None else loss.detach()
@@ -153,8 +166,9 @@ class StepSync:
             elif weight is not None:
                 summary.weight = weight
             summary.loss = 0.0 if self._loss is None else self._loss
+        summary.used_metrics, summary.signal = self.metrics.used_metrics, self._stop.signal or 0
         summary.drift, summary.timings = self._drift, timings
-        if self.buffers is not None:
+        if self.buffers is not None and self.batch.local:  # writes of the others are ignored
             summary.wrote_buffers = self.buffers.has_changed()
         return summary
 
@@ -175,6 +189,12 @@ class StepSync:
             return
         if self.buffers is not None and any(one.wrote_buffers for one in summaries):
             self.buffers.synchronize([int(one.share) for one in summaries])
+        self._num_steps += 1
+        # If only accelerators reduce, they exchange the signals of the CPU ranks in some steps only.
+        if self._group.only_accelerators and self._num_steps % SIGNAL_INTERVAL == 0:
+            self._stop.exchanged = None
+        else:
+            self._stop.exchanged = int(max(one.signal for one in summaries))
         self._observe(summaries)
         if self._module.automatic_optimization:
             self._weight_losses(summaries)

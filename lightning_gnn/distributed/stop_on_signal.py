@@ -46,18 +46,23 @@ class StopOnSignal(pl.Callback):
         self.signal: int | None = None  # the signal that stopped the run, or None
         self.checkpoint: str | None = None
         """Checkpoint to resume the interrupted run from; None if it has not been written."""
+        self.exchanged: int | None = None
+        """Largest signal of all ranks, 0 without one, if the last step has exchanged it with its gradients."""
         self._requeue_signal: int | None = None
         self._is_training = False
         self._previous: dict[int, Any] = {}
 
     @classmethod
-    def add_to(cls, trainer: pl.Trainer) -> None:
-        """Add this callback to a trainer that lacks it, during setup."""
-        if not any(isinstance(callback, cls) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            callback = cls()
-            callback._is_automatic = True
-            trainer.callbacks.append(callback)  # type: ignore[attr-defined]
-            callback.setup(trainer, trainer.lightning_module, trainer.state.fn or "")
+    def add_to(cls, trainer: pl.Trainer) -> StopOnSignal:
+        """Return the trainer's callback; add it, during setup, to a trainer that lacks it."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, cls):
+                return callback
+        callback = cls()
+        callback._is_automatic = True
+        trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+        callback.setup(trainer, trainer.lightning_module, trainer.state.fn or "")
+        return callback
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Replace Lightning's signal handlers, which use collectives although the ranks may be in different ones."""
@@ -82,7 +87,10 @@ class StopOnSignal(pl.Callback):
     ) -> None:
         """Stop, unless gradients are being accumulated or a validation follows."""
         loop = trainer.fit_loop
-        if loop._should_accumulate() or not self._must_stop(trainer):
+        if loop._should_accumulate():
+            self.exchanged = None
+            return
+        if not self._must_stop(trainer):
             return
         if not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):  # type: ignore[arg-type]
             self._end(trainer)
@@ -151,8 +159,10 @@ class StopOnSignal(pl.Callback):
 
     def _must_stop(self, trainer: pl.Trainer) -> bool:
         """Return whether any process has received a signal. Collective: every rank must call this."""
-        number = self.signal or 0
-        if trainer.world_size > 1:  # not Lightning's reduce, which also waits at a barrier
+        number, exchanged, self.exchanged = self.signal or 0, self.exchanged, None
+        if exchanged is not None:
+            number = exchanged
+        elif trainer.world_size > 1:  # not Lightning's reduce, which also waits at a barrier
             mine = as_message(torch.tensor(number, device=trainer.strategy.root_device))
             dist.all_reduce(mine, dist.ReduceOp.MAX)
             number = int(mine)

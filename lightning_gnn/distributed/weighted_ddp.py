@@ -144,7 +144,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         log.debug(f"{self.__class__.__name__}, {self.rank_name}: setting up the model")
-        StopOnSignal.add_to(trainer)
+        stop = StopOnSignal.add_to(trainer)
         if self._is_single_rank:
             Strategy.setup(self, trainer)  # DDP's would ask for a process group
             return
@@ -163,7 +163,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         assert self._group is not None
         self._remove_sync()
         name = self.strategy_name if self.shards_graph else None
-        self._sync = StepSync(self._module, self._group, self.observe_step, self.step_timings, name)
+        self._sync = StepSync(self._module, self._group, self.observe_step, self.step_timings, name, stop)
         # Logged values are reduced already, which Lightning cannot detect.
         warnings.filterwarnings("ignore", r"It is recommended to use .self\.log\(.*sync_dist=True")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities import rank_zero_warn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import Unpack, override
 
@@ -156,7 +157,8 @@ class HyScaleStrategy(WeightedDDPStrategy):
         self._rng: RankRNG | None = None
         self._clock: StageClock | None = None
         self._is_observed = False
-        self._has_collectives = False  # whether training_step calls collectives, or logs values that need one
+        self._needs_every_step = False  # whether ranks must run training_step even if they are left out
+        self._skipped: tuple[tuple[object, ...], dict[str, object]] | None = None  # arguments of a step not run
         self._threads_before_training = torch.get_num_threads()
         self._restored: dict[str, Any] = {}
         if kwargs.get("checkpoint_io") is None:
@@ -272,8 +274,8 @@ class HyScaleStrategy(WeightedDDPStrategy):
         streams = [each for each in self._restored.pop("random", None) or [] if isinstance(each, Tensor)]
         self._rng = RankRNG(seed, self.global_rank, streams[self.global_rank : self.global_rank + 1])
         super().on_train_start()
-        # Metrics synchronize across ranks, so every rank must make the same calls.
-        self._has_collectives = any(isinstance(part, Metric) for part in self._module.modules())
+        metrics = (part for part in self._module.modules() if isinstance(part, Metric))
+        self._needs_every_step = any(metric.dist_sync_on_step for metric in metrics)
         self._clock = StageClock(self.root_device)
         self._loaders.resize()
 
@@ -298,14 +300,27 @@ class HyScaleStrategy(WeightedDDPStrategy):
         if sync is None or balance is None or self.root_device.type != "cpu":
             return super().training_step(*args, **kwargs)
         is_left_out = balance.leaves_out_cpu and not self.batch_weight().local
-        if is_left_out and self._module.automatic_optimization and not self._has_collectives:
-            with sync.collect("training_step", self.batch_weight()):
-                sync.record_loss(None, None)
+        if is_left_out and self._module.automatic_optimization and not self._needs_every_step:
+            self._skipped = args, kwargs
+            sync.skip(self.batch_weight())
             return torch.zeros((), requires_grad=True)
         before = count_collectives()
         output = super().training_step(*args, **kwargs)
-        self._has_collectives |= count_collectives() != before or sync.metrics.has_unsynced
+        # Hooks may use further outputs.
+        has_more = isinstance(output, Mapping) and not output.keys() <= {"loss", "weight"}
+        self._needs_every_step |= has_more or count_collectives() != before
         return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object) -> Tensor:
+        """Reduce the gradients; if another rank used a metric, which synchronizes later, use it on this rank, too."""
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        skipped, self._skipped = self._skipped, None
+        if skipped is not None and self._needs_every_step:
+            hook, self._module._current_fx_name = self._module._current_fx_name, "training_step"
+            super().training_step(*skipped[0], **skipped[1])
+            self._module._current_fx_name = hook
+        return loss
 
     @override
     def batch_weight(self) -> BatchWeight:
@@ -333,6 +348,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
     def observe_step(self, summaries: list[StepSummary]) -> None:
         """Pass the previous iteration's timings of this node's ranks to the controller, once per iteration."""
         self.drift = max(self.drift, *(one.drift for one in summaries))
+        self._needs_every_step |= any(one.used_metrics for one in summaries)
         if self.balance is not None and not self._is_observed:
             self._is_observed = True
             first = self.global_rank - self.local_rank

@@ -1,15 +1,20 @@
 """CPU trainers that slow accelerators down are left out after a trial, and cost nothing from then on."""
 
+import signal
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 import torchmetrics
 
+from lightning_gnn.distributed.mixed_device_group import MAX_SENT
+from lightning_gnn.distributed.step_sync import SIGNAL_INTERVAL
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from tests.cli.command import SignalAt
 from tests.full_graph.launch import run
 from tests.hyscale.closed_loop import Node
 from tests.hyscale.closed_loop import run as simulate
@@ -88,9 +93,53 @@ class Measured(Counting):
         self.seen.reset()
 
 
-def train_beside_a_slow_cpu(rank, accelerators):
-    """Train with times that show that the CPU slows the accelerators down; return the weights, steps and logs."""
-    compute, found = BalanceController._compute_times, []
+class Validated(Counting):
+    """Has a metric that training does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torchmetrics.CatMetric()
+
+
+class Late(Counting):
+    """Uses a metric in two mini-batches of the last epochs only."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.seen = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        if self.current_epoch == 10 and index == 1:
+            self.mean.update(loss.detach(), batch.batch_size)
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+        if self.current_epoch == 9 and index == 1:
+            self.seen.update(batch.y[: batch.batch_size].float())
+        return loss
+
+    def on_train_epoch_end(self):
+        if self.current_epoch == 9:
+            self.seen.compute()
+
+
+class Returning(Counting):
+    """Returns scores, which a hook may use."""
+
+    def training_step(self, batch, index):
+        return {"loss": super().training_step(batch, index), "scores": self.scores(batch)}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        assert len(outputs["scores"]) == batch.batch_size
+
+
+KINDS = (Counting, Gathering, Measured, Validated, Late, Returning)
+SKIPS_STEPS = (Counting, Validated, Late)
+
+
+@contextmanager
+def beside_a_slow_cpu():
+    """Replace the measured times by those of a CPU that slows the accelerators down."""
+    compute = BalanceController._compute_times
 
     def slow(self, rows):
         times = compute(self, rows)
@@ -102,10 +151,20 @@ def train_beside_a_slow_cpu(rank, accelerators):
 
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr(BalanceController, "_compute_times", slow)
-        for kind in (Counting, Gathering, Measured):
-            module = kind()
-            options = {"cpu_share": 0.3, "threads": (1, 1, 1), "agree_every": 1000}
-            strategy = HyScaleStrategy(1, devices=["cpu"] * accelerators, **options)
+        yield
+
+
+def make_strategy(accelerators):
+    options = {"cpu_share": 0.3, "threads": (1, 1, 1), "agree_every": 1000}
+    return HyScaleStrategy(1, devices=["cpu"] * accelerators, **options)
+
+
+def train_beside_a_slow_cpu(rank, accelerators):
+    """Train, and return the weights, steps and logs."""
+    found = []
+    with beside_a_slow_cpu():
+        for kind in KINDS:
+            module, strategy = kind(), make_strategy(accelerators)
             trainer = fit(module, strategy, epochs=12)
             actions = [decision.action for decision in strategy.balance.manager.log]
             logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -113,11 +172,31 @@ def train_beside_a_slow_cpu(rank, accelerators):
     return found
 
 
+def stop_beside_a_slow_cpu(rank, accelerators, receiver):
+    """Send a signal to one rank; return the exit code, the step, and whether the CPU was left out."""
+    module, strategy, code = Counting(), make_strategy(accelerators), 0
+    callbacks = [SignalAt(41, signal.SIGTERM)] if rank == receiver else []
+    with beside_a_slow_cpu():
+        try:
+            fit(module, strategy, epochs=40, callbacks=callbacks)
+        except SystemExit as exit_:
+            code = exit_.code
+    return code, module.trainer.global_step, strategy.balance.leaves_out_cpu
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_a_signal_stops_all_ranks_after_the_same_step(receiver):
+    first, second = run(stop_beside_a_slow_cpu, 2, 1, receiver)
+    assert first == second == (128 + signal.SIGTERM, first[1], True)
+    assert 41 <= first[1] <= 41 + SIGNAL_INTERVAL + MAX_SENT
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("accelerators", [1, 2])
 def test_weights_and_logs_are_those_of_one_device_without_the_cpu(accelerators):
     ranks = run(train_beside_a_slow_cpu, accelerators + 1, accelerators)
-    for number, kind in enumerate((Counting, Gathering, Measured)):
+    for number, kind in enumerate(KINDS):
         plain = kind()
         logged = {name: float(value) for name, value in fit(plain, epochs=12).callback_metrics.items()}
         for weights, steps, logs, actions in (rank[number] for rank in ranks):
@@ -126,8 +205,10 @@ def test_weights_and_logs_are_those_of_one_device_without_the_cpu(accelerators):
             assert logs["least"] <= logged["least"] + 1e-6
             for name, value in copy_state(plain).items():
                 assert torch.allclose(weights[name].double(), value.double(), atol=1e-9), name
-            assert steps == plain.steps or (kind is Counting and steps < plain.steps)
+            assert logs.get("mean", 0.0) == pytest.approx(logged.get("mean", 0.0), rel=1e-6)
+            assert ("mean" in logs) == (kind is Late)
+            assert steps == plain.steps or (kind in SKIPS_STEPS and steps < plain.steps)
         *others, cpu = (rank[number] for rank in ranks)
         assert all(steps == plain.steps for _, steps, _, _ in others)
-        assert (cpu[1] < plain.steps) == (kind is Counting)
+        assert (cpu[1] < plain.steps) == (kind in SKIPS_STEPS)
         assert all(logs == pytest.approx(cpu[2], rel=1e-6) for _, _, logs, _ in others)  # the CPU rank's are float32

@@ -82,8 +82,11 @@ def best_fraction(
     costs: NodeCosts, collective: bool, seeds: Sequence[int], threads: Threads | None
 ) -> tuple[float, float]:
     """Return the shortest time of an iteration in seconds, and the accelerators' fraction for it."""
-    none, every = (resource_seconds(costs, collective, seeds, threads, fraction) for fraction in (0.0, 1.0))
-    if costs.sample_accelerator is None or none == every:
+    none = resource_seconds(costs, collective, seeds, threads, 0.0)
+    if costs.sample_accelerator is None:
+        return max(none), 0.0
+    every = resource_seconds(costs, collective, seeds, threads, 1.0)
+    if none == every:
         return max(none), 0.0
     lines = list(zip(none, (one - zero for zero, one in zip(none, every, strict=True)), strict=True))
     places = [0.0, 1.0]
@@ -175,6 +178,8 @@ def _search(
         yield split(total)
         return
     yield split(0)
+    if cpu and min(cost.seconds(1) for cost in by_thread) >= best_fraction(costs, collective, split(0), threads)[0]:
+        return  # a single seed takes a CPU trainer longer than all seeds take the accelerators
     # Binary search: the time first falls and then rises with the CPU trainers' seeds. A step changes every accelerator.
     low, high, step = 1, total, len(costs.train)
     while cpu and low < high:

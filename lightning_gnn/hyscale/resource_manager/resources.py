@@ -28,6 +28,8 @@ TRIAL = 5
 """Iterations with the CPU trainers that are compared with as many without them; the first of each is ignored."""
 MIN_HYBRID_GAIN = 0.03
 """Minimum relative gain of an iteration's time for which the CPU trainers are kept."""
+LEFT_OUT_INTERVAL = 8
+"""Iterations between plans once the CPU trainers are left out."""
 _UNMEASURED = Cost(1e6, 1.0)
 """Cost of a trainer that has not been measured: it gets no seeds."""
 
@@ -196,6 +198,8 @@ class DynamicResourceManager(Recorder):
         return self._change(target, "take_out", f"a trial; {describe_change(mapping, target)}")
 
     def _decide(self, last: IterationTimes) -> Decision:
+        if self.leaves_out_cpu and self._number % LEFT_OUT_INTERVAL:
+            return self._hold("CPU trainers are left out, and planning would slow the accelerators down")
         if self._number < self._act_from:
             return self._hold(f"wait {self._act_from - self._number} more until the last change takes effect")
         now = self._measured.estimate(self.mapping, last)
