@@ -27,16 +27,22 @@ VARIABLE = "GRAPHBOLT_PYTHON"
 _KEY = ("node", None, "x")
 
 
-@cache
 def python() -> str | None:
     """Return the interpreter that can import GraphBolt, or None."""
+    return os.environ.get(VARIABLE) if version() else None
+
+
+@cache
+def version() -> str | None:
+    """Return DGL's version, or None without the variable."""
     chosen = os.environ.get(VARIABLE)
     if chosen is None:
         return None
-    done = subprocess.run([chosen, "-c", "import dgl.graphbolt"], capture_output=True, text=True)
+    code = "import dgl.graphbolt; print(dgl.__version__)"
+    done = subprocess.run([chosen, "-c", code], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{VARIABLE}={chosen} cannot import dgl.graphbolt: {done.stderr.strip().splitlines()[-1]}")
-    return chosen
+    return done.stdout.split()[-1]
 
 
 def write_graph(folder: Path, **arrays: Tensor) -> str:

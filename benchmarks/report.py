@@ -33,10 +33,11 @@ TOPICS = {
 }  # fmt: skip
 """The files of each topic, without ``.json``; missing files are skipped."""
 KINDS = {"peers": "Against peers", "limits": "Against limits", "ours": "Ours against ours"}
-_PEERS = ("PyG", "pyg-lib", "torch", "plain Trainer")
+_PEERS = ("PyG", "pyg-lib", "GraphBolt", "torch", "plain Trainer")
 _LIMITS = ("sum of both alone", "cpu_share=", "bound")
 HEADLINES = (
     "Training epoch, SAGE, against PyG with trim_to_layer",
+    "Training epoch, SAGE, against GraphBolt",
     "Training epoch, GAT, against PyG with trim_to_layer",
     "Training epoch, R-GCN, against PyG",
     "Time to accuracy, 22k nodes, against PyG's loader",
@@ -44,10 +45,12 @@ HEADLINES = (
     "Full-graph epoch, GAT on Reddit, against PyG, edge_index",
     "Full-graph epoch, GCN on Products, on a GPU, against PyG, sparse",
     "Mini-batches, 2 workers each, against PyG's NeighborLoader",
+    "Mini-batches, two cores, against GraphBolt",
     "Sampling, one core, against pyg-lib",
+    "Sampling, one core, against GraphBolt, per mini-batch",
     "Hybrid training, accelerator 4x the CPU trainer, against the accelerator alone",
 )
-"""Ten comparisons for the README, including unfavorable ones; epochs and fits come first."""
+"""Comparisons for the README, including unfavorable ones; epochs and fits come first."""
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -141,6 +144,7 @@ def _machine(result: dict[str, Any]) -> str:
         "PyG": machine["torch_geometric"],
         "pyg-lib": machine["pyg_lib"],
         "torch-sparse": machine["torch_sparse"],
+        "DGL": machine.get("dgl", MISSING),
     }
     known = ", ".join(f"{name} {value}" for name, value in versions.items() if value != MISSING)
     gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
