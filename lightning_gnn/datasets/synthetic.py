@@ -207,7 +207,8 @@ def _draw_pairs(
         end = np.where(inside, bounds[community[u] + 1], cumulative[-1])
         v = nodes[_find_intervals(cumulative, begin + rng.random(size) * (end - begin))]
         keys = np.minimum(u, v) * num_nodes + np.maximum(u, v)
-        pairs = np.union1d(pairs, keys[u != v])
+        keys = np.sort(np.concatenate([pairs, keys[u != v]]))
+        pairs = keys[np.diff(keys, prepend=-1) > 0]  # np.union1d hashes the keys, which takes several times as long
     if len(pairs) < count:
         problem = f"only {2 * len(pairs)} distinct edges were drawn with homophily={homophily}"
         raise ValueError(f"num_edges={2 * count} does not fit: {problem}; lower one of them, or raise num_nodes")
