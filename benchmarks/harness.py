@@ -267,8 +267,9 @@ def as_row(result: dict[str, Any], comparison: dict[str, Any]) -> str:
     """Return a comparison as a row below :data:`TABLE_HEAD`."""
     if "missing" in comparison:
         return f"| {comparison['what']} | | {comparison['missing']} | |"
+    unit = comparison.get("unit", result["unit"])
     ours, peer = (
-        f"{float(f'{median:.3g}'):,g} {result['unit']} ({comparison[side]})"  # three digits, not in scientific notation
+        f"{float(f'{median:.3g}'):,g} {unit} ({comparison[side]})"  # three digits, not in scientific notation
         for side, median in zip(("ours", "peer"), comparison["medians"], strict=True)
     )
     sure = " ({:.3g} to {:.3g})".format(*comparison["interval"]) if "interval" in comparison else ""

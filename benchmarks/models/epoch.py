@@ -266,7 +266,7 @@ def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, 
         for what, left, right, target in pairs:
             text = f"{label}, {model}, against {what}"
             found.append(compare(rows, text, names(left), names(right), False, target))
-        if names(GRAPHBOLT):
+        if model == "SAGE" and names(GRAPHBOLT):
             found.append(compare(rows, f"{label}, {model}, against GraphBolt", names(own), names(GRAPHBOLT), False))
         for suffix in filter(None, OPTIONS):
             if left := names(own + suffix):
