@@ -45,6 +45,13 @@ def version() -> str | None:
     return done.stdout.split()[-1]
 
 
+def machine() -> dict[str, Any]:
+    """Describe the hardware and versions, with DGL's."""
+    from benchmarks import harness
+
+    return {**harness.machine(), "dgl": version() or harness.MISSING}
+
+
 def write_graph(folder: Path, **arrays: Tensor) -> str:
     """Write ``indptr``, ``indices`` and further arrays for the contestant; return the folder as text."""
     for name, array in arrays.items():

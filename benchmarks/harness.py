@@ -31,8 +31,6 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import t
 
-from benchmarks import graphbolt
-
 RESULTS = Path(__file__).parent / "results"
 MISSING = "not installed"
 LEVEL = 0.95
@@ -390,5 +388,4 @@ def machine() -> dict[str, Any]:
             described[package.replace("-", "_")] = version(package)
         except PackageNotFoundError:
             described[package.replace("-", "_")] = MISSING
-    described["dgl"] = graphbolt.version() or MISSING
     return described

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import graphbolt
-from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
+from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.datasets.folder import load_folder
 from lightning_gnn.features import DiskFeatures, disk_reads
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse(
         "disk", __doc__, LARGE if large else SIZES, argv, runs=3, paths={"folder": "where the graph lies meanwhile"}
     )
-    described = machine()
+    described = graphbolt.machine()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         write_graph(folder, args.nodes, args.degree, args.features, args.train_nodes)

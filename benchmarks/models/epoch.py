@@ -27,7 +27,7 @@ import torch
 from torch_geometric.data import Data
 
 from benchmarks import graphbolt, peers
-from benchmarks.harness import MISSING, Gate, Isolated, Rows, compare, machine, measure, parse, publish
+from benchmarks.harness import MISSING, Gate, Isolated, Rows, compare, measure, parse, publish
 from benchmarks.roofline import roofline
 from benchmarks.sampling.minibatch import make_data
 from benchmarks.timed_epochs import TimedBatches, TimedEpochs
@@ -295,7 +295,7 @@ def bounds(args: Any, limits: MachineLimits, rows: Rows) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse("epoch", __doc__, SIZES, argv)
-    described = machine()
+    described = graphbolt.machine()
     limits = {count: measure_limits(count) for count in sorted({1, num_cores()})}
     rows = run(args.sizes, args.runs, args.only, models=tuple(MODELS))
     compared = comparisons(rows, "Training epoch")

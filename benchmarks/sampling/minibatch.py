@@ -19,7 +19,7 @@ import torch
 from torch_geometric.data import Data
 
 from benchmarks import graphbolt, peers
-from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
+from benchmarks.harness import Gate, compare, measure_isolated, parse, publish
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.datasets.synthetic import power_law_graph
 
@@ -149,7 +149,7 @@ def comparisons(rows: list[dict[str, Any]], label: str, target: float | None) ->
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse("minibatch", __doc__, SIZES, argv)
-    described = machine()
+    described = graphbolt.machine()
     rows = run(args.sizes, args.runs, args.only)
     result = {
         "benchmark": "minibatch",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import graphbolt, peers
-from benchmarks.harness import Gate, Isolated, compare, machine, measure, parse, publish
+from benchmarks.harness import Gate, Isolated, compare, measure, parse, publish
 
 FANOUTS = [15, 10, 5]
 SIZES = {
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     from benchmarks.sampling import contestants
 
     args = parse("sampling", __doc__, SIZES, argv, paths={"against": AGAINST})
-    described = machine()
+    described = graphbolt.machine()
     graph = contestants.make_graph(args.nodes, args.edges)
     seeds = contestants.draw_seeds(args.nodes, args.batch_size, args.batches)
     pools = contestants.threads()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import graphbolt, peers
-from benchmarks.harness import compare, machine, measure, parse, publish
+from benchmarks.harness import compare, measure, parse, publish
 from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 from lightning_gnn.ops import Labor, sample_hetero_neighbors, sample_neighbors
@@ -146,7 +146,7 @@ def rate(sample: Sample, seeds: Sequence[Tensor]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse("typed_sampling", __doc__, SIZES, argv)
-    described = machine()
+    described = graphbolt.machine()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(3)
 

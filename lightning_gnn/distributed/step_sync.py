@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -86,6 +86,8 @@ class StepSync:
         self.batch = BatchWeight(1, 1)
         """This rank's share of the current mini-batch."""
         self.has_valid_loss = False
+        self.skipped: tuple[Any, ...] | None = None
+        """The arguments of a step that this rank has skipped; None if it runs."""
         self.global_loss = 0.0
         """The undivided mini-batch's loss, available after :meth:`apply_step`."""
         # Collaborators
@@ -136,9 +138,10 @@ class StepSync:
         with self.metrics.collect(step, batch.local), effects:
             yield
 
-    def skip(self, batch: BatchWeight) -> None:
-        """Take part in a training step that this rank, which has no share of it, does not run."""
+    def skip(self, batch: BatchWeight, *arguments: Any) -> None:
+        """Take part in a training step that this rank, which has no share of it, does not run with these arguments."""
         self.batch, self._weight, self._loss, self.has_valid_loss = batch, None, None, False
+        self.skipped = arguments
 
     def record_loss(self, loss: Tensor | None, weight: Weight | Tensor | None) -> None:
         """Record the loss (None if missing) and weight of ``training_step``; ignored on a rank without a share."""

@@ -158,7 +158,6 @@ class HyScaleStrategy(WeightedDDPStrategy):
         self._clock: StageClock | None = None
         self._is_observed = False
         self._needs_every_step = False  # whether ranks must run training_step even if they are left out
-        self._skipped: tuple[tuple[object, ...], dict[str, object]] | None = None  # arguments of a step not run
         self._threads_before_training = torch.get_num_threads()
         self._restored: dict[str, Any] = {}
         if kwargs.get("checkpoint_io") is None:
@@ -301,8 +300,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
             return super().training_step(*args, **kwargs)
         is_left_out = balance.leaves_out_cpu and not self.batch_weight().local
         if is_left_out and self._module.automatic_optimization and not self._needs_every_step:
-            self._skipped = args, kwargs
-            sync.skip(self.batch_weight())
+            sync.skip(self.batch_weight(), args, kwargs)
             return torch.zeros((), requires_grad=True)
         before = count_collectives()
         output = super().training_step(*args, **kwargs)
@@ -315,7 +313,9 @@ class HyScaleStrategy(WeightedDDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object) -> Tensor:
         """Reduce the gradients; if another rank used a metric, which synchronizes later, use it on this rank, too."""
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        skipped, self._skipped = self._skipped, None
+        if (sync := self._training_sync) is None:
+            return loss
+        skipped, sync.skipped = sync.skipped, None
         if skipped is not None and self._needs_every_step:
             hook, self._module._current_fx_name = self._module._current_fx_name, "training_step"
             super().training_step(*skipped[0], **skipped[1])
