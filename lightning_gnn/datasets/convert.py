@@ -143,9 +143,12 @@ def _announce_cost(
         return
     seconds = num_edges * _SECONDS_PER_EDGE + num_values * _SECONDS_PER_VALUE
     size = num_edges * _BYTES_PER_EDGE + num_values * _BYTES_PER_VALUE
-    with_ids = size + num_edges * (_NUMBERED_BYTES + _SORTED_BYTES * (num_edges * _SORTED_BYTES > memory))
-    needed = f"{shown(size)} of disk ({shown(with_ids)} if nodes have ids)" if shapes else f"{shown(with_ids)} of disk"
-    size = size if shapes else with_ids
+    with_ids = size + num_edges * _NUMBERED_BYTES
+    if num_edges * _SORTED_BYTES > memory:
+        with_ids += num_edges * _SORTED_BYTES
+    if not shapes:  # nodes without a table always have ids
+        size = with_ids
+    needed = f"{shown(size)} of disk" + (f" ({shown(with_ids)} if nodes have ids)" if shapes else "")
     free = shutil.disk_usage(database.folder).free
     num_rows, warning = sum(rows for rows, _ in shapes), ": probably too little" if free < size else ""
     say(f"about {num_edges:,} edges and {num_rows:,} rows of nodes: {_shown_time(seconds)} with two cores")

@@ -34,7 +34,6 @@ class MetricSync:
         self._sharded_strategy = sharded_strategy
         self._step: str | None = None
         self._share = 0
-        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self.used_metrics = False
         """Whether the last step updated a metric, or logged a value that Lightning reduces when an epoch ends."""
         module.__dict__["log"] = self.log
@@ -47,12 +46,16 @@ class MetricSync:
     def collect(self, step: str, share: int) -> Iterator[None]:
         """Collect the values logged inside the ``with`` block."""
         self._logged, self._step, self._share, self.used_metrics = {}, step, share, False
-        before = [metric._update_count for metric in self._metrics]
+        before = self._count_updates()
         try:
             yield
         finally:
             self._step = None
-            self.used_metrics |= before != [metric._update_count for metric in self._metrics]
+            self.used_metrics |= before != self._count_updates()
+
+    def _count_updates(self) -> list[int]:
+        """Return the number of updates of each metric; modules may create metrics at any time."""
+        return [part._update_count for part in self._module.modules() if isinstance(part, Metric)]
 
     def log(self, *args: object, **kwargs: object) -> None:
         """Replacement for the module's ``log`` method."""

@@ -73,8 +73,8 @@ class StepSync:
         group: MixedDeviceGroup,
         observe: Callable[[list[StepSummary]], None],
         timings: Callable[[], Sequence[float]],  # returns this rank's timings of the previous step
+        stop: StopOnSignal,  # shares its signal with all ranks
         shards_graph: str | None = None,  # name of the strategy if it shards a full graph
-        stop: StopOnSignal | None = None,  # shares its signal with all ranks
     ) -> None:
         # Training state; set by start_training
         self.metrics = MetricSync(module, shards_graph)
@@ -96,7 +96,7 @@ class StepSync:
         self._observe = observe
         self._timings = timings
         self._shards_graph = shards_graph is not None
-        self._stop = StopOnSignal() if stop is None else stop
+        self._stop = stop
         self._num_steps = 0
         self._reducer = GradientReducer(group.size, group.all_reduce_sum)
         # Intermediate values of the current backward pass

@@ -163,7 +163,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         assert self._group is not None
         self._remove_sync()
         name = self.strategy_name if self.shards_graph else None
-        self._sync = StepSync(self._module, self._group, self.observe_step, self.step_timings, name, stop)
+        self._sync = StepSync(self._module, self._group, self.observe_step, self.step_timings, stop, name)
         # Logged values are reduced already, which Lightning cannot detect.
         warnings.filterwarnings("ignore", r"It is recommended to use .self\.log\(.*sync_dist=True")
 

@@ -157,7 +157,8 @@ class HyScaleStrategy(WeightedDDPStrategy):
         self._rng: RankRNG | None = None
         self._clock: StageClock | None = None
         self._is_observed = False
-        self._needs_every_step = False  # whether ranks must run training_step even if they are left out
+        # Whether ranks must run training_step even if they are left out; None until they have run it in this fit.
+        self._needs_every_step: bool | None = None
         self._threads_before_training = torch.get_num_threads()
         self._restored: dict[str, Any] = {}
         if kwargs.get("checkpoint_io") is None:
@@ -274,7 +275,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
         self._rng = RankRNG(seed, self.global_rank, streams[self.global_rank : self.global_rank + 1])
         super().on_train_start()
         metrics = (part for part in self._module.modules() if isinstance(part, Metric))
-        self._needs_every_step = any(metric.dist_sync_on_step for metric in metrics)
+        self._needs_every_step = any(metric.dist_sync_on_step for metric in metrics) or None
         self._clock = StageClock(self.root_device)
         self._loaders.resize()
 
@@ -299,14 +300,14 @@ class HyScaleStrategy(WeightedDDPStrategy):
         if sync is None or balance is None or self.root_device.type != "cpu":
             return super().training_step(*args, **kwargs)
         is_left_out = balance.leaves_out_cpu and not self.batch_weight().local
-        if is_left_out and self._module.automatic_optimization and not self._needs_every_step:
+        if is_left_out and self._module.automatic_optimization and self._needs_every_step is False:
             sync.skip(self.batch_weight(), args, kwargs)
             return torch.zeros((), requires_grad=True)
         before = count_collectives()
         output = super().training_step(*args, **kwargs)
         # Hooks may use further outputs.
         has_more = isinstance(output, Mapping) and not output.keys() <= {"loss", "weight"}
-        self._needs_every_step |= has_more or count_collectives() != before
+        self._needs_every_step = self._needs_every_step or has_more or count_collectives() != before
         return output
 
     @override
@@ -348,7 +349,8 @@ class HyScaleStrategy(WeightedDDPStrategy):
     def observe_step(self, summaries: list[StepSummary]) -> None:
         """Pass the previous iteration's timings of this node's ranks to the controller, once per iteration."""
         self.drift = max(self.drift, *(one.drift for one in summaries))
-        self._needs_every_step |= any(one.used_metrics for one in summaries)
+        if any(one.used_metrics for one in summaries):
+            self._needs_every_step = True
         if self.balance is not None and not self._is_observed:
             self._is_observed = True
             first = self.global_rank - self.local_rank

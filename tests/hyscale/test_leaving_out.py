@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torchmetrics
 
@@ -18,7 +19,7 @@ from tests.cli.command import SignalAt
 from tests.full_graph.launch import run
 from tests.hyscale.closed_loop import Node
 from tests.hyscale.closed_loop import run as simulate
-from tests.hyscale.training import Plain, copy_state, fit
+from tests.hyscale.training import SILENT, Plain, copy_state, fit, make_data
 
 LAG, ITERATIONS = 6, 60
 
@@ -102,10 +103,9 @@ class Validated(Counting):
 
 
 class Late(Counting):
-    """Uses a metric in two mini-batches of the last epochs only."""
+    """Creates metrics when training starts, and uses them in two mini-batches of the last epochs only."""
 
-    def __init__(self):
-        super().__init__()
+    def on_train_start(self):
         self.mean, self.seen = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
 
     def training_step(self, batch, index):
@@ -190,6 +190,30 @@ def test_a_signal_stops_all_ranks_after_the_same_step(receiver):
     first, second = run(stop_beside_a_slow_cpu, 2, 1, receiver)
     assert first == second == (128 + signal.SIGTERM, first[1], True)
     assert 41 <= first[1] <= 41 + SIGNAL_INTERVAL + MAX_SENT
+
+
+def resume_beside_a_slow_cpu(rank, accelerators, folder):
+    """Train until the CPU is left out, and resume with new modules; return their weights and whether it still is."""
+    found = []
+    with beside_a_slow_cpu():
+        for kind in (Counting, Gathering, Returning, Measured):
+            path = f"{folder}/{kind.__name__}.ckpt"
+            fit(kind(), make_strategy(accelerators), epochs=6).save_checkpoint(path)
+            module, strategy = kind(), make_strategy(accelerators)
+            trainer = pl.Trainer(strategy=strategy, **SILENT, max_epochs=12, limit_val_batches=0)
+            trainer.fit(module, make_data(), ckpt_path=path, weights_only=True)
+            found.append((copy_state(module), strategy.balance.leaves_out_cpu))
+    return found
+
+
+@pytest.mark.medium
+def test_a_resumed_run_finds_out_again_what_a_step_needs(tmp_path):
+    for rank in run(resume_beside_a_slow_cpu, 2, 1, str(tmp_path)):
+        for kind, (weights, is_left_out) in zip((Counting, Gathering, Returning, Measured), rank, strict=True):
+            fit(plain := kind(), epochs=12)
+            assert is_left_out
+            for name, value in copy_state(plain).items():
+                assert torch.allclose(weights[name].double(), value.double(), atol=1e-9), (kind, name)
 
 
 @pytest.mark.medium
