@@ -23,6 +23,13 @@ def test_every_extra_is_explained():
     assert [extra for extra in extras if f"`{extra}`" not in rows] == []
 
 
+def test_every_package_is_installed():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    packages = [".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("lightning_gnn/**/__init__.py")]
+    assert packages
+    assert [package for package in packages if f'    "{package}",' not in text] == []
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
