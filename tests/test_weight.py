@@ -21,7 +21,7 @@ MOST_LINES = {
     "full_graph": 1800,
     "gpu_sampling": 1650,
     "graph": 1300,
-    "hyscale": 4650,
+    "hyscale": 4700,
     "loading": 1850,
     "nn": 4000,
     "ops": 8550,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "report": 800,
     "runtime": 2100,
     "sampling": 1000,
-    "tests": 46300,
+    "tests": 46350,
     "triton_kernels": 3750,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
@@ -45,7 +45,8 @@ that do not pay took 150 in hyscale, 50 in distributed and 100 in tests. Start-u
 gathering and a graph of a billion edges took 650 in benchmarks, the cost of a conversion 100 in datasets.
 Costs by size, their fits and what these predict took 220 in benchmarks. Sorting edges by counting took 50 in datasets,
 and inference that reads sources in the order of their file 150 in ops and 50 in nn. Metrics and signals beside CPU
-trainers that are left out took 50 in distributed and 100 in tests."""
+trainers that are left out took 50 in distributed and 100 in tests. Judging every change of a mapping by the
+iterations after it took 50 in hyscale and 50 in tests: mappings had been 23 instead of 6 % slower than the best."""
 
 
 def find_room(path):

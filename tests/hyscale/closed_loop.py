@@ -22,8 +22,8 @@ class Node:
     sampling_there: float | None = None
     reference_threads: int | None = None
     """Number of threads for which the speeds of CPU trainers hold; None if threads do not matter."""
-    drag: float | None = None
-    """Factor on the time of an iteration in which CPU trainers have seeds; None: that time is not measured."""
+    drag: float = 1.0
+    """Factor on the time of an iteration in which CPU trainers have seeds."""
     noise: float = 0.0
     outliers: float = 0.0
     """Probability that the measured time of a trainer is ``outlier`` times the real one."""
@@ -56,7 +56,7 @@ class Node:
 
     def seconds(self, mapping):
         """Return the time of a pipelined iteration."""
-        return self.ideal(mapping).bottleneck * ((self.drag or 1.0) if mapping.cpu_seeds else 1.0)
+        return self.ideal(mapping).bottleneck * (self.drag if mapping.cpu_seeds else 1.0)
 
     def measured(self, mapping):
         def noisy(seconds):
@@ -78,7 +78,7 @@ class Node:
             noisy(ideal.transfer),
             noisy(ideal.sample_accelerator),
             seeds=mapping.seeds if self.known else None,
-            iteration=noisy(self.seconds(mapping)) if self.drag else None,
+            iteration=noisy(self.seconds(mapping)),
         )
 
 

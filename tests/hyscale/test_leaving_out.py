@@ -42,6 +42,32 @@ def test_a_trial_shows_within_20_iterations_whether_the_cpu_pays(speeds, drag, n
     assert sum(map(node.seconds, held[-20:])) / 20 <= 1.05 * start.total / best
 
 
+class Contended(Node):
+    """Each seed of the CPU trainers slows the accelerators down, which no stage time shows."""
+
+    def seconds(self, mapping):
+        return super().seconds(mapping) * (1 + 2 * max(0.0, mapping.shares[0] - 0.1))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_changes_after_which_iterations_are_slower_are_undone(noise):
+    manager = DynamicResourceManager(TaskMapping((100, 924), 1), lag=LAG)
+    node = Contended([3e3, 6e3], noise=noise)
+    held, _ = simulate(manager, node, 200, LAG)
+    assert "undo" in [decision.action for decision in manager.log]
+    best = min(node.seconds(TaskMapping((seeds, 1024 - seeds), 1)) for seeds in range(1, 1024))
+    assert sum(map(node.seconds, held[50:])) / 150 <= 1.1 * best
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_threads_move_before_the_trial(noise):
+    node = Node([400, 1000, 1000], sampling=0.8, loading=0.6, reference_threads=4, noise=noise)
+    manager = DynamicResourceManager(TaskMapping((700, 200, 124), 1, (1, 1, 6)), lag=LAG)
+    held, _ = simulate(manager, node, 100, LAG)
+    assert not manager.leaves_out_cpu, "iterations were as long as those of one sampling thread, with and without it"
+    assert node.seconds(held[-1]) <= 1.1 * node.seconds(TaskMapping((170, 427, 427), 1, (2, 2, 4)))
+
+
 def test_a_saved_trial_goes_on():
     speeds, manager = [4e3, 1.2e4], DynamicResourceManager(TaskMapping((100, 300), 1), lag=LAG)
     _, in_flight = simulate(manager, Node(speeds, drag=2.0), 14, LAG)
@@ -51,8 +77,6 @@ def test_a_saved_trial_goes_on():
         simulate(each, Node(speeds, drag=2.0), 20, in_flight=in_flight.copy())
     assert other.state_dict() == manager.state_dict()
     assert other.leaves_out_cpu
-    other.load_state_dict({key: value for key, value in manager.state_dict().items() if key != "trial"})
-    assert not other.leaves_out_cpu, "a checkpoint from before the trial keeps its CPU trainers"
 
 
 class Counting(Plain):

@@ -133,8 +133,8 @@ def test_holds_the_best_split_under_noise(first, second, seed):
     speeds = [10**first, 10**second]
     assume(min(speeds) > 0.02 * sum(speeds))
     source = random.Random(seed)
-    manager = DynamicResourceManager(TaskMapping(draw_split(1024, 2, source), 1))
-    node = Node(speeds, noise=0.1, source=source)
+    manager = DynamicResourceManager(TaskMapping(draw_split(1024, 2, source)))  # two accelerators: without a trial
+    node = Node(speeds, 0, noise=0.1, source=source)
     _, in_flight = run(manager, node, 30)
     before = len(manager.log)
     held, _ = run(manager, node, 200, in_flight=in_flight)

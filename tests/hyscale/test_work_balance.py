@@ -17,7 +17,7 @@ from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare
 
 CPU = torch.device("cpu")
-TOTAL = 40
+TOTAL, ITERATION = 40, STEP_FIELDS.index("iteration")
 
 
 def make_trainers(num_cpu, num_accelerators):
@@ -62,6 +62,8 @@ def train(ranks, iterations, ahead, depths, seconds, sizes=lambda number: TOTAL,
         if number > begin:
             cut = ranks[0].cut[number - 1]
             rows = [make_row(stop - start, seconds(number, place)) for place, (start, stop) in enumerate(cut)]
+            for row in rows:  # all ranks wait for the slowest
+                row[ITERATION] = max(other[ITERATION] for other in rows)
         decisions = [rank.balance.observe(rows) for rank in ranks]
         assert all(decision == decisions[0] for decision in decisions)
 

@@ -2,7 +2,8 @@
 
 Where algorithm 1 moves one unit of work per iteration (``published.py``), this manager plans again by the closed forms
 of ``planner/relaxation.py``, with the costs that the last iterations show. Damping, justified by
-``benchmarks/hyscale/resource_manager.py``: a dead band that narrows with more measurements, and undoing useless moves.
+``benchmarks/hyscale/resource_manager.py``: a dead band that narrows with more measurements, and undoing every change
+after which iterations are not faster.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MIN_SAMPLING_SHARE = 0.01
 DEAD_BAND = 0.12
 """Minimum relative gain of a change after one measurement; after n measurements, ``DEAD_BAND / sqrt(n)``."""
 TRIAL = 5
-"""Iterations with the CPU trainers that are compared with as many without them; the first of each is ignored."""
+"""Iterations before and after a change that are compared; the first of each is ignored."""
 MIN_HYBRID_GAIN = 0.03
 """Minimum relative gain of an iteration's time for which the CPU trainers are kept."""
 LEFT_OUT_INTERVAL = 8
@@ -80,10 +81,11 @@ def _no_seconds() -> tuple[deque[float], deque[float]]:
 
 
 class _Move(NamedTuple):
-    """A move of threads that is undone unless iterations get faster."""
+    """A change that is undone unless iterations get faster."""
 
     previous: TaskMapping
     seconds: float  # of the slowest stage before the change
+    times: list[float]  # of stages and trainers that the change was planned with
 
 
 class DynamicResourceManager(Recorder):
@@ -107,12 +109,10 @@ class DynamicResourceManager(Recorder):
         self._measured = Measurements()
         self._last: IterationTimes | None = None
         self._act_from = 0
-        self._pending_move: _Move | None = None
-        self._blocked_until = 0
+        self._move: _Move | None = None
+        self._seconds = _no_seconds()  # of the last iterations before and after the last change
+        self._blocked: tuple[int, list[float]] = (0, [])  # until an observation; the times of the change undone
         self._planned_with: tuple[int, list[float]] = (0, [])  # measurements and stage times of the last planning
-        # Seconds of iterations without and with CPU trainers; the mapping to return to; whether CPU trainers pay.
-        self._seconds = _no_seconds()
-        self._before_trial: TaskMapping | None = None
         self._cpu_pays: bool | None = None if 0 < mapping.cpu_trainers < len(mapping.seeds) else True
 
     def observe(self, times: IterationTimes) -> Decision:
@@ -128,10 +128,17 @@ class DynamicResourceManager(Recorder):
         old = self._in_flight[0]
         self._in_flight.append(self.mapping)
         reason = self._add_measurement(times, old)
-        decision = self._hold(reason) if isinstance(reason, str) else self._try_without_cpu(times, reason)
+        if isinstance(reason, str):
+            return self._hold(reason)
+        self._add_iteration(times.iteration, times.seeds or old.seeds)
+        previous = self._move and self._move.previous
+        decision = self._decide(reason)
         if decision.changed:
             self._in_flight[-1] = decision.mapping
             self._act_from = self._number + len(self._in_flight)
+            # A change on top of one that has not been judged is judged together with it.
+            is_joint = self._move is not None and self._move.previous is previous
+            self._seconds = self._seconds[0 if is_joint else 1], deque(maxlen=TRIAL)
         return decision
 
     @property
@@ -148,8 +155,7 @@ class DynamicResourceManager(Recorder):
         cause = f"planned from the profile: {mapping}"
         self._in_flight[-1] = mapping
         self._act_from = self._number + len(self._in_flight)
-        self._pending_move, self._planned_with = None, (0, [])
-        self._seconds, self._before_trial = _no_seconds(), None
+        self._move, self._planned_with, self._seconds = None, (0, []), _no_seconds()
         self._cpu_pays = None if 0 < mapping.cpu_trainers < len(mapping.seeds) else True
         return self._change(mapping, "plan", cause)
 
@@ -169,88 +175,114 @@ class DynamicResourceManager(Recorder):
         self._last = times
         return times
 
-    def _try_without_cpu(self, times: IterationTimes, last: IterationTimes) -> Decision:
-        """Compare iterations with and without the CPU trainers once, which no stage time shows; then decide."""
-        mapping, seconds = self.mapping, self._seconds
-        if self._cpu_pays is not None or (self._before_trial is None and times.iteration is None):
-            return self._decide(last)
-        for each in {mapping, self._before_trial or mapping}:  # those of the trial are still in preparation at first
-            if times.iteration is not None and times.seeds == each.seeds:
-                seconds[each.cpu_seeds > 0].append(times.iteration)
-        if self._before_trial is not None:
-            if len(seconds[0]) < TRIAL:
-                return self._hold("a trial without the CPU trainers")
-            alone, together = (median(list(each)[1:] or [0.0]) for each in seconds)
-            self._cpu_pays = together < (1 - MIN_HYBRID_GAIN) * alone
-            cause = f"{format_ms(alone)} an iteration without the CPU trainers, {format_ms(together)} with them"
-            action, target = ("bring_back", self._before_trial) if self._cpu_pays else ("leave_out", mapping)
-            return self._change(target, action, f"{cause}; {describe_change(mapping, target)}")
-        if self._number - self.log[-1].observation < TRIAL or not mapping.cpu_seeds:
-            decision = self._decide(last)
-            if decision.changed:
-                self._seconds = _no_seconds()
-            return decision
-        now = self._measured.estimate(mapping, last)
-        if not now.count:
-            return self._hold("not every task of this mapping has been measured")
-        self._before_trial, self._pending_move = mapping, None
-        target, _, _ = replan(now, cpu_trains=False)
-        return self._change(target, "take_out", f"a trial; {describe_change(mapping, target)}")
+    def _add_iteration(self, seconds: float | None, seeds: tuple[int, ...]) -> None:
+        """Add the time of an iteration with these seeds, from the mapping before or after the last change."""
+        previous = None if self._move is None else self._move.previous.seeds
+        if seconds is None:
+            return
+        if seeds == self.mapping.seeds and (seeds != previous or self._number >= self._act_from):
+            self._seconds[1].append(seconds)
+        elif seeds == previous:  # is still in the pipeline after the change
+            self._seconds[0].append(seconds)
 
     def _decide(self, last: IterationTimes) -> Decision:
         if self.leaves_out_cpu and self._number % LEFT_OUT_INTERVAL:
             return self._hold("CPU trainers are left out, and planning would slow the accelerators down")
+        is_timed = any(self._seconds)
+        if self.log[-1].action == "take_out":
+            return self._end_trial()
         if self._number < self._act_from:
             return self._hold(f"wait {self._act_from - self._number} more until the last change takes effect")
         now = self._measured.estimate(self.mapping, last)
         if not now.count:
             return self._hold("not every task of this mapping has been measured")
-        undone = self._undo(now)
-        if undone is not None:
+        before, after = self._seconds
+        is_judged = self._move is None or len(before) < 2 or len(after) == TRIAL
+        if not is_judged:
+            if len(after) < 2:
+                return self._hold("measure what the last change brought")
+            is_judged = median(list(after)[1:]) > (1 + 2 * DEAD_BAND) * median(before)
+        if is_judged and (undone := self._undo(now)) is not None:
             return undone
+        is_tried = self._cpu_pays is not None or not self.mapping.cpu_seeds
+        if not is_tried and is_timed and self._number - self.log[-1].observation >= TRIAL and is_judged:
+            return self._begin_trial(now)
         slowest = max(now.stages, key=now.stages.__getitem__)
         cause = f"{STAGE_NAMES[slowest]} is the slowest stage, {format_ms(now.bottleneck)}"
         threshold = DEAD_BAND / sqrt(now.count)
         # Planning takes milliseconds: only where twice as many measurements, or other times, can change its result.
-        count, before = self._planned_with
-        seconds = [each or 0.0 for each in (*now.stages.values(), *now.times.trainers)]
-        is_unchanged = all(abs(new - old) <= threshold * old for new, old in zip(seconds, before, strict=False))
-        if now.count < 2 * count and is_unchanged:
+        count, earlier = self._planned_with
+        times = [each or 0.0 for each in (*now.stages.values(), *now.times.trainers)]
+        if now.count < 2 * count and _are_equal(times, earlier, threshold):
             return self._hold(f"{cause}; planned for it already")
-        self._planned_with = now.count, seconds
-        # A useless move of threads before the trial could not be undone in time.
-        keeps_threads = (self._cpu_pays is None and last.iteration is not None) or self._number < self._blocked_until
-        target, predicted, current = replan(now, keeps_threads, self._cpu_pays is not False)
+        until, undone_with = self._blocked
+        is_blocked = self._number < until
+        if is_blocked and is_timed and _are_equal(times, undone_with, DEAD_BAND):
+            return self._hold(f"{cause}; a change for it brought nothing")
+        self._planned_with = now.count, times
+        target, predicted, current = replan(now, is_blocked, self._cpu_pays is not False)
         if target == self.mapping or predicted >= (1 - threshold) * current:
             return self._hold(f"{cause}; no change would shorten it by {threshold:.1%}")
-        if target.threads != self.mapping.threads:
-            self._pending_move = _Move(self.mapping, now.bottleneck)
+        if is_judged or self._move is None:
+            self._move = _Move(self.mapping, now.bottleneck, times)
         self._planned_with = 0, []
         action = "balance_work" if target.threads == self.mapping.threads else "balance_thread"
         change = f"{describe_change(now.mapping, target)}, predicted {format_ms(predicted)}"
         return self._change(target, action, f"{cause}; {change}")
 
+    def _begin_trial(self, now: Estimate) -> Decision:
+        """Take the CPU trainers out, since no stage time shows whether they pay."""
+        target, _, _ = replan(now, cpu_trains=False)
+        self._move = _Move(self.mapping, now.bottleneck, [])
+        return self._change(target, "take_out", f"a trial; {describe_change(self.mapping, target)}")
+
+    def _end_trial(self) -> Decision:
+        """Leave the CPU trainers out if iterations without them are not slower; otherwise bring them back."""
+        assert self._move is not None
+        if len(self._seconds[1]) < TRIAL:
+            return self._hold("a trial without the CPU trainers")
+        together, alone = (median(list(each)[1:] or [0.0]) for each in self._seconds)
+        self._cpu_pays = together < (1 - MIN_HYBRID_GAIN) * alone
+        cause = f"{format_ms(alone)} an iteration without the CPU trainers, {format_ms(together)} with them"
+        action, target = ("bring_back", self._move.previous) if self._cpu_pays else ("leave_out", self.mapping)
+        if not self._cpu_pays:
+            cause += " (in further runs, cpu_trainers=0 also saves their processes)"
+        self._move = None
+        return self._change(target, action, f"{cause}; {describe_change(self.mapping, target)}")
+
     def _undo(self, now: Estimate) -> Decision | None:
-        """Undo the last move of threads if it had no gain, and move none until twice as many observations."""
-        moved, self._pending_move = self._pending_move, None
-        if moved is None or now.bottleneck < moved.seconds:
+        """Undo the last change if it had no gain; make no such change until times change, or twice as many iterations.
+
+        Without measured iterations, moves of threads are judged by the slowest stage.
+        """
+        move, self._move = self._move, None
+        if move is None:
             return None
-        self._blocked_until = 2 * self._number
-        cause = f"an iteration takes {format_ms(now.bottleneck)}, before {format_ms(moved.seconds)}"
-        return self._change(moved.previous, "undo", f"{cause}; {describe_change(now.mapping, moved.previous)}")
+        before, after = (median(list(each)[1:] or [0.0]) for each in self._seconds)
+        margin = DEAD_BAND / sqrt(TRIAL - 1)  # of medians of noisy times
+        if not before or not after:
+            before, after, margin = move.seconds, now.bottleneck, 0.0
+            if move.previous.threads == self.mapping.threads:
+                return None
+        if after < (1 + margin) * before:
+            return None
+        self._blocked = 2 * self._number, move.times
+        cause = f"an iteration takes {format_ms(after)}, before {format_ms(before)}"
+        return self._change(move.previous, "undo", f"{cause}; {describe_change(now.mapping, move.previous)}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that determines all further decisions, as lists, dicts and numbers."""
-        moved = self._pending_move
+        move = self._move
         return {
             **super().state_dict(),
             "in_flight": [mapping.to_dict() for mapping in self._in_flight],
             "history": self._measured.state(),
             "act_from": self._act_from,
-            "moved": None if moved is None else [moved.previous.to_dict(), moved.seconds],
-            "blocked_until": self._blocked_until,
+            "move": None if move is None else [move.previous.to_dict(), move.seconds, move.times],
+            "blocked": list(self._blocked),
             "planned_with": list(self._planned_with),
-            "trial": [*map(list, self._seconds), self._before_trial and self._before_trial.to_dict(), self._cpu_pays],
+            "seconds": [*map(list, self._seconds)],
+            "cpu_pays": self._cpu_pays,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,11 +291,13 @@ class DynamicResourceManager(Recorder):
         self._in_flight.clear()
         self._in_flight.extend(map(TaskMapping.from_dict, state["in_flight"]))
         self._measured.load_state(state["history"])
-        # A checkpoint from before the trial existed keeps its CPU trainers.
-        without, together, before, self._cpu_pays = state.get("trial", ([], [], None, True))
-        self._seconds = deque(without, TRIAL), deque(together, TRIAL)
-        self._before_trial = None if before is None else TaskMapping.from_dict(before)
-        move, self._blocked_until = state["moved"], int(state["blocked_until"])
         self._act_from = state["act_from"]
+        move, (before, after) = state["move"], state["seconds"]
+        self._move = None if move is None else _Move(TaskMapping.from_dict(move[0]), float(move[1]), list(move[2]))
+        self._seconds, self._cpu_pays = (deque(before, TRIAL), deque(after, TRIAL)), state["cpu_pays"]
+        self._blocked = int(state["blocked"][0]), list(state["blocked"][1])
         self._planned_with = int(state["planned_with"][0]), list(state["planned_with"][1])
-        self._pending_move = None if move is None else _Move(TaskMapping.from_dict(move[0]), float(move[1]))
+
+
+def _are_equal(times: list[float], others: list[float], tolerance: float) -> bool:
+    return all(abs(new - old) <= tolerance * old for new, old in zip(times, others, strict=False))
