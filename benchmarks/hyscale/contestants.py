@@ -127,7 +127,9 @@ def make_strategy(spec: dict[str, Any]) -> Any:
         return "auto"
     simulated = spec["accelerator"] and spec["device"] == "cpu"
     # A rank must not mistake another contestant's turn for a stall.
-    return HyScaleStrategy(devices=["cpu"] if simulated else None, stall_timeout=3600, **spec["options"])
+    return HyScaleStrategy(
+        devices=["cpu"] * spec.get("accelerators", 1) if simulated else None, stall_timeout=3600, **spec["options"]
+    )
 
 
 def make_source(spec: dict[str, Any], data: Data) -> dict[str, Any]:
@@ -170,7 +172,8 @@ def train_once(spec: dict[str, Any], data: Data, gate: Gate | None) -> None:
     pl.seed_everything(0, verbose=False)
     model = GraphSAGE(spec["features"], spec["hidden"], len(spec["fanouts"]), CLASSES)
     simulated = spec["accelerator"] and spec["device"] == "cpu"
-    module = PacedClassifier(model, spec["accelerator"], spec.get("seconds_per_seed", 0.0), simulated)
+    seconds = spec["sleeps"][rank] if "sleeps" in spec else spec.get("seconds_per_seed", 0.0)
+    module = PacedClassifier(model, spec["accelerator"], seconds, simulated, "sleeps" in spec)
     source, strategy = make_source(spec, data), make_strategy(spec)
     disturbance = Disturbance(spec["iterations"])
     turns = Turns(gate, spec["iterations"], spec["settle"], disturbance)

@@ -7,6 +7,8 @@
   published, and ours), and with two-stage prefetching, which is the default for users. Each is reported with the
   performance model's predictions, from the speeds of a CPU-only run and from the strategy's own short measurements.
 - ``sum``: the hybrid against the sum of its trainers' rates, each alone on the cores that it has in the hybrid.
+- ``sleeping``: the same for four accelerators that are each weaker than the CPU trainer. All steps sleep, as if each
+  trainer had cores of its own, and mini-batches are small.
 - ``disturbance``: a core is blocked for part of the run, or the accelerator is slow for a while.
 - ``sweep``: manual shares of the CPU trainer, and the automatic one.
 - ``lone``: a single trainer with the strategy against the plain Trainer.
@@ -60,14 +62,16 @@ SIZES = {
     "features": (100, 16),
     "hidden": (128, 16),
     "batch_size": (1024, 64),
-    "iterations": (16, 4),
-    "settle": (4, 1),
+    "iterations": (64, 4),
+    "settle": (2, 1),
 }
 FANOUTS = (15, 10, 5)
 SPEEDS = (2, 4, 8)
 """Speeds of the slowed-down or simulated accelerator, relative to the CPU trainer."""
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)
 """CPU shares of the sweep."""
+ACCELERATORS, SLEEPING_RATES = 4, (1000.0, 1600.0)
+"""Number of sleeping accelerators; seeds per second of each and of the CPU trainer."""
 MORE_RUNS = 4
 """Additional rounds of a single trainer: the strategy's overhead is smaller than the variation over a few rounds."""
 MODULE = "benchmarks.hyscale.contestants"
@@ -106,7 +110,7 @@ def compete(
                     spec["settle"] = 1  # static mapping
                 if spec["options"].get("drm") is False:  # starts with the threads of a manager
                     spec["options"] = {"threads": [1, 1, spec["torch_threads"]], **spec["options"]}
-                spec["runs"] = len(kinds) * (runs + 1) - 1
+                spec["runs"] = len(kinds) * (runs + 1)
                 spec["fits"] = [
                     {**fit, "notes": f"{notes[name]} {index}"} for index, fit in enumerate(spec.get("fits", [{}]))
                 ]
@@ -124,6 +128,9 @@ def compete(
                         label = name if kind is None else f"{name}, {kind}"
                         turns[label] = None if script is None else partial(script, True if kind is None else kind)
                 rows = measure(turns, runs)
+                for script in scripts.values():
+                    if script is not None:
+                        script(True)  # the end of a fit would disturb the turns of other scripts
                 for script in scripts.values():
                     if script is not None:
                         script.finish()
@@ -243,22 +250,46 @@ def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = 
         ]
         whole = common["batch_size"]
         for name in (pinned, free):
+            what = f"The hybrid's rate over the sum of its trainers' alone, accelerator {label}"
             hybrid = [whole / value for value in values[name]]
-            ratio = ratio_of_rounds(hybrid, together)
-            result["comparisons"].append(
-                {
-                    "what": f"The hybrid's rate over the sum of its trainers' alone, accelerator {label}",
-                    "target": 0.95,
-                    "ours": f"{name}, {label}",
-                    "peer": f"sum of both alone, {label}",
-                    "medians": [shortened(whole / median(hybrid)), shortened(whole / median(together))],
-                    "ratio": shortened(median(a / b for a, b in zip(hybrid, together, strict=True))),
-                    **({} if ratio is None else {"interval": [shortened(ratio.low), shortened(ratio.high)]}),
-                }
-            )
+            result["comparisons"].append(compare_with_sum(what, f"{name}, {label}", hybrid, together))
         result["rows"] += [named(row, f"rates, {label}") for row in rows]
         result[label] = {name: noted[name].get("seeds") for name in (pinned, free)}
     return result
+
+
+def sleeping(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
+    """Compare the hybrid of a CPU trainer and four weaker accelerators with the sum of their rates."""
+    whole, (weak, strong) = common["batch_size"], SLEEPING_RATES
+    own = [round(whole * rate / (strong + ACCELERATORS * weak)) for rate in (weak, strong)]
+    plain = {"trainer": "plain", "settle": 1}
+    contestants = {
+        "accelerator alone": {**plain, "sleeps": [1 / weak], "batch_size": own[0]},
+        "CPU trainer alone": {**plain, "sleeps": [1 / strong], "batch_size": own[1]},
+        "hybrid": {"accelerators": ACCELERATORS, "sleeps": [*[1 / weak] * ACCELERATORS, 1 / strong]},
+    }
+    sizes = {"iterations": max(4, common["iterations"] // 2), "fanouts": [2, 2, 2], "device": "cpu"}
+    [(rows, noted)] = compete({**common, **sizes}, contestants, runs)
+    values = [row["values"] for row in rows]
+    together = [ACCELERATORS * own[0] / a + own[1] / c for a, c in zip(*values[:2], strict=True)]
+    what = "The hybrid's rate over the sum of its trainers' alone, four accelerators weaker than the CPU trainer"
+    shown = [named(row, "sleeping") for row in rows]
+    comparisons = [compare_with_sum(what, "hybrid, sleeping", [whole / value for value in values[2]], together)]
+    return {"rows": shown, "comparisons": comparisons, "decisions": noted["hybrid"].get("decisions")}
+
+
+def compare_with_sum(what: str, name: str, hybrid: list[float], together: list[float]) -> dict[str, Any]:
+    """Return the comparison of a hybrid's rates with the sums of its trainers' rates, round by round."""
+    ratio = ratio_of_rounds(hybrid, together)
+    return {
+        "what": what,
+        "target": 0.95,
+        "ours": name,
+        "peer": "sum of all trainers alone",
+        "medians": [shortened(median(hybrid)), shortened(median(together))],
+        "ratio": shortened(median(a / b for a, b in zip(hybrid, together, strict=True))),
+        **({} if ratio is None else {"interval": [shortened(ratio.low), shortened(ratio.high)]}),
+    }
 
 
 def disturbances(
@@ -336,6 +367,7 @@ def lone(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "
 PARTS: dict[str, Callable[..., Found]] = {
     "ablation": ablation,
     "sum": rates,
+    "sleeping": sleeping,
     "disturbance": disturbances,
     "sweep": sweep,
     "lone": lone,

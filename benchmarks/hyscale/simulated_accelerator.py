@@ -56,7 +56,7 @@ class Step(torch.autograd.Function):
 
 
 class PacedClassifier(NodeClassifier):
-    """Trains as :class:`NodeClassifier` does, without logging; rank 0 may be an accelerator."""
+    """Trains as :class:`NodeClassifier` does, without logging; rank 0, or every rank, may be an accelerator."""
 
     def __init__(
         self,
@@ -64,8 +64,10 @@ class PacedClassifier(NodeClassifier):
         accelerator: bool = False,
         seconds_per_seed: float = 0.0,
         simulated: bool = False,
+        every_rank: bool = False,
     ) -> None:
         super().__init__(model, CLASSES)
+        self.every_rank = every_rank
         self.accelerator = accelerator
         self.seconds_per_seed = seconds_per_seed
         self.simulated = simulated
@@ -74,7 +76,7 @@ class PacedClassifier(NodeClassifier):
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         """Return the cross-entropy of the seeds."""
-        if not self.accelerator or self.trainer.global_rank:
+        if not self.accelerator or (self.trainer.global_rank and not self.every_rank):
             return self._seed_loss(batch)
         kernels, loss = 0, torch.zeros(())
         if self.simulated:
