@@ -42,7 +42,7 @@ HEADLINES = (
     "Time to accuracy, 22k nodes, against PyG's loader",
     "Full-graph epoch, GAT on Reddit, against PyG, edge_index",
     "Full-graph epoch, GCN on Products, on a GPU, against PyG, sparse",
-    "Mini-batches, 2 workers each, against PyG's NeighborLoader",
+    "Mini-batches, two cores, against GraphBolt",
     "Sampling, one core, against pyg-lib",
     "Sampling, one core, against GraphBolt, per mini-batch",
     "Hybrid training, accelerator 4x the CPU trainer, against the accelerator alone",
