@@ -66,7 +66,8 @@ def read_decisions(lines: Iterable[str]) -> list[Decision]:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"line {number} of the decision log is not a decision: {error}") from error
-        if decisions and decision.observation <= decisions[-1].observation:
+        # A plan for the whole node may replace another decision of the same observation.
+        if decisions and decision.observation + (decision.action == "plan") <= decisions[-1].observation:
             raise ValueError(
                 f"line {number} of the decision log is observation {decision.observation}, but the line before is "
                 f"{decisions[-1].observation}: the log of one run must be in order"

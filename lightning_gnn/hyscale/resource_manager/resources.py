@@ -105,7 +105,7 @@ class DynamicResourceManager(Recorder):
         if lag < 0:
             raise ValueError(f"lag must not be negative, but is {lag}")
         super().__init__(mapping)
-        self._in_flight: deque[TaskMapping] = deque([mapping], maxlen=lag + 1)
+        self._in_flight: deque[TaskMapping] = deque([mapping] * (lag + 1), lag + 1)
         self._measured = Measurements()
         self._last: IterationTimes | None = None
         self._act_from = 0
@@ -130,7 +130,8 @@ class DynamicResourceManager(Recorder):
         reason = self._add_measurement(times, old)
         if isinstance(reason, str):
             return self._hold(reason)
-        self._add_iteration(times.iteration, times.seeds or old.seeds)
+        if times.iteration is not None and times.seeds in (None, old.seeds):
+            self._add_iteration(times.iteration, old)
         previous = self._move and self._move.previous
         decision = self._decide(reason)
         if decision.changed:
@@ -175,14 +176,11 @@ class DynamicResourceManager(Recorder):
         self._last = times
         return times
 
-    def _add_iteration(self, seconds: float | None, seeds: tuple[int, ...]) -> None:
-        """Add the time of an iteration with these seeds, from the mapping before or after the last change."""
-        previous = None if self._move is None else self._move.previous.seeds
-        if seconds is None:
-            return
-        if seeds == self.mapping.seeds and (seeds != previous or self._number >= self._act_from):
+    def _add_iteration(self, seconds: float, mapping: TaskMapping) -> None:
+        """Add the time of an iteration with the mapping before or after the last change."""
+        if mapping == self.mapping and self._number >= self._act_from:
             self._seconds[1].append(seconds)
-        elif seeds == previous:  # is still in the pipeline after the change
+        elif self._move is not None and mapping == self._move.previous:  # is still in the pipeline after the change
             self._seconds[0].append(seconds)
 
     def _decide(self, last: IterationTimes) -> Decision:
@@ -199,13 +197,14 @@ class DynamicResourceManager(Recorder):
         before, after = self._seconds
         is_judged = self._move is None or len(before) < 2 or len(after) == TRIAL
         if not is_judged:
-            if len(after) < 2:
+            if len(after) < 3:
                 return self._hold("measure what the last change brought")
-            is_judged = median(list(after)[1:]) > (1 + 2 * DEAD_BAND) * median(before)
+            clear = 1 + 2 * DEAD_BAND
+            is_judged = min(list(after)[1:]) > clear * median(before) or max(after) * clear < median(before)
         if is_judged and (undone := self._undo(now)) is not None:
             return undone
         is_tried = self._cpu_pays is not None or not self.mapping.cpu_seeds
-        if not is_tried and is_timed and self._number - self.log[-1].observation >= TRIAL and is_judged:
+        if not is_tried and len(after) == TRIAL:
             return self._begin_trial(now)
         slowest = max(now.stages, key=now.stages.__getitem__)
         cause = f"{STAGE_NAMES[slowest]} is the slowest stage, {format_ms(now.bottleneck)}"
@@ -300,4 +299,5 @@ class DynamicResourceManager(Recorder):
 
 
 def _are_equal(times: list[float], others: list[float], tolerance: float) -> bool:
-    return all(abs(new - old) <= tolerance * old for new, old in zip(times, others, strict=False))
+    pairs = zip(times, others, strict=False)
+    return len(times) == len(others) and all(abs(new - old) <= tolerance * old for new, old in pairs)
