@@ -95,7 +95,7 @@ class KnownAccelerator:
     Their results for the CPU, the model and its decisions are unchanged. Also records the measurements.
     """
 
-    def __init__(self, speed: float, threads: int, link: float) -> None:
+    def __init__(self, speed: float | None, threads: int, link: float) -> None:
         self._speed, self._threads, self._link = speed, threads, link
         self._measure, self._describe = first_mapping.measure_platform, first_mapping.describe_workload
         self.notes: dict[str, Any] = {}
@@ -111,7 +111,9 @@ class KnownAccelerator:
         first_mapping.measure_platform, first_mapping.describe_workload = self._measure, self._describe
 
     def _platform(self, *arguments: Any) -> Platform:
-        platform = with_accelerator(self._measure(*arguments), self._threads, self._speed, self._link)
+        platform = self._measure(*arguments)
+        if self._speed is not None:
+            platform = with_accelerator(platform, self._threads, self._speed, self._link)
         self.notes["platform"] = asdict(platform)
         return platform
 
@@ -192,7 +194,8 @@ def train_once(spec: dict[str, Any], data: Data, gate: Gate | None) -> None:
         num_sanity_val_steps=0,
         callbacks=[disturbance, turns, *linked],
     )
-    with KnownAccelerator(spec.get("speed", 1.0), spec["torch_threads"], spec.get("link") or float("inf")) as known:
+    speed = None if "sleeps" in spec else spec.get("speed", 1.0)  # the resource manager finds out how long ranks sleep
+    with KnownAccelerator(speed, spec["torch_threads"], spec.get("link") or float("inf")) as known:
         trainer.fit(module, **source)
         if rank:
             return

@@ -262,10 +262,9 @@ def sleeping(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str
     """Compare the hybrid of a CPU trainer and four weaker accelerators with the sum of their rates."""
     whole, (weak, strong) = common["batch_size"], SLEEPING_RATES
     own = [round(whole * rate / (strong + ACCELERATORS * weak)) for rate in (weak, strong)]
-    plain = {"trainer": "plain", "settle": 1}
     contestants = {
-        "accelerator alone": {**plain, "sleeps": [1 / weak], "batch_size": own[0]},
-        "CPU trainer alone": {**plain, "sleeps": [1 / strong], "batch_size": own[1]},
+        "accelerator alone": {"trainer": "plain", "sleeps": [1 / weak], "batch_size": own[0]},
+        "CPU trainer alone": {"trainer": "plain", "sleeps": [1 / strong], "batch_size": own[1]},
         "hybrid": {"accelerators": ACCELERATORS, "sleeps": [*[1 / weak] * ACCELERATORS, 1 / strong]},
     }
     sizes = {"iterations": max(4, common["iterations"] // 2), "fanouts": [2, 2, 2], "device": "cpu"}
@@ -273,9 +272,9 @@ def sleeping(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str
     values = [row["values"] for row in rows]
     together = [ACCELERATORS * own[0] / a + own[1] / c for a, c in zip(*values[:2], strict=True)]
     what = "The hybrid's rate over the sum of its trainers' alone, four accelerators weaker than the CPU trainer"
-    shown = [named(row, "sleeping") for row in rows]
-    comparisons = [compare_with_sum(what, "hybrid, sleeping", [whole / value for value in values[2]], together)]
-    return {"rows": shown, "comparisons": comparisons, "decisions": noted["hybrid"].get("decisions")}
+    compared = compare_with_sum(what, "hybrid, sleeping", [whole / value for value in values[2]], together)
+    found = {"rows": [named(row, "sleeping") for row in rows], "comparisons": [compared]}
+    return {**found, "decisions": noted["hybrid"].get("decisions")}
 
 
 def compare_with_sum(what: str, name: str, hybrid: list[float], together: list[float]) -> dict[str, Any]:
