@@ -171,7 +171,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
 
 def _graphbolt(folder: Path, args: Any, allowance: int, memory: int) -> dict[str, Any]:
     """Start GraphBolt, with features in a memory map and the same limit of memory."""
-    # A file of its own: two maps of one file would share their page cache, and so double their limits.
+    # A file of its own, since two maps of one file share their page cache.
     if args.only not in GRAPHBOLT or graphbolt.python() is None:
         return {GRAPHBOLT: None} if args.only in GRAPHBOLT else {}
     own = folder / "graphbolt"
