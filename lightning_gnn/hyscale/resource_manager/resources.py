@@ -222,7 +222,7 @@ class DynamicResourceManager(Recorder):
         target, predicted, current = replan(now, is_blocked, self._cpu_pays is not False)
         if target == self.mapping or predicted >= (1 - threshold) * current:
             return self._hold(f"{cause}; no change would shorten it by {threshold:.1%}")
-        if is_judged or self._move is None:
+        if self._move is None:  # judged; otherwise both changes are judged together
             self._move = _Move(self.mapping, now.bottleneck, times)
         self._planned_with = 0, []
         action = "balance_work" if target.threads == self.mapping.threads else "balance_thread"
