@@ -3,7 +3,7 @@
 Where algorithm 1 moves one unit of work per iteration (``published.py``), this manager plans again by the closed forms
 of ``planner/relaxation.py``, with the costs that the last iterations show. Damping, justified by
 ``benchmarks/hyscale/resource_manager.py``: a dead band that narrows with more measurements, and undoing every change
-after which iterations are not faster.
+after which iterations are slower.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _no_seconds() -> tuple[deque[float], deque[float]]:
 
 
 class _Move(NamedTuple):
-    """A change that is undone unless iterations get faster."""
+    """A change that is undone if iterations get slower."""
 
     previous: TaskMapping
     seconds: float  # of the slowest stage before the change
@@ -250,7 +250,7 @@ class DynamicResourceManager(Recorder):
         return self._change(target, action, f"{cause}; {describe_change(self.mapping, target)}")
 
     def _undo(self, now: Estimate) -> Decision | None:
-        """Undo the last change if it had no gain; make no such change until times change, or twice as many iterations.
+        """Undo the last change if iterations got slower, and block it until times change or for a while.
 
         Without measured iterations, moves of threads are judged by the slowest stage.
         """
