@@ -244,6 +244,7 @@ class CollectivePrefetcher(Prefetcher):
 
     def __del__(self) -> None:
         with suppress(AttributeError, TypeError):  # at interpreter exit, modules may be deleted already
+            self._window = None  # stops its threads by itself, as closing it may wait for a worker
             self.close()
 
     def _start_epoch(self, loader: PipelineLoader, epoch: int, first: int) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import TypeGuard
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class PinnedBufferRing:
         self.pins = device.type != "cpu" and works(lambda: torch.empty(1, pin_memory=True))
         self._lock = threading.Lock()
         self._idle: deque[PinnedBuffer] = deque()
-        self._num_taken = 0
+        self._taken: WeakSet[PinnedBuffer] = WeakSet()  # a collected epoch does not return its slots
 
     @property
     def capacity(self) -> int:
@@ -98,19 +99,19 @@ class PinnedBufferRing:
     @property
     def num_slots(self) -> int:
         """Number of existing slots."""
-        return len(self._idle) + self._num_taken
+        return len(self._idle) + len(self._taken)
 
     def take(self) -> PinnedBuffer:
         """Return a slot. Waits for the device at most, never for another worker, which could deadlock."""
         with self._lock:
-            self._num_taken += 1
             slot = next((slot for slot in self._idle if _is_reusable(slot)), None)
-            if slot is None and self._idle and self.num_slots > self.capacity:
+            if slot is None and self._idle and self.num_slots >= self.capacity:
                 slot = self._idle[0]
-            if slot is not None:
+            if slot is None:
+                slot = PinnedBuffer(self._allocate)
+            else:
                 self._idle.remove(slot)
-        if slot is None:
-            return PinnedBuffer(self._allocate)
+            self._taken.add(slot)
         if slot.read_until is not None:
             slot.read_until.synchronize()
             slot.read_until = None
@@ -120,7 +121,7 @@ class PinnedBufferRing:
         """Return a slot to the ring; the device may read it until ``read_until``."""
         slot.read_until = read_until
         with self._lock:
-            self._num_taken -= 1
+            self._taken.discard(slot)
             if self.num_slots < self.capacity:
                 self._idle.append(slot)
 

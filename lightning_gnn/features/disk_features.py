@@ -1,6 +1,9 @@
 """Out-of-core features: read from disk with direct I/O, with a row cache in memory that follows Belady's rule."""
 
 import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,7 @@ class DiskFeatures:
         self._lock = threading.RLock()
         self._claimed = False
         self._left_for: object = None
+        self._releases = deque[object]()  # arguments of releases, applied once the lock is held
         rows = self.file.num_rows
         if self.memory < (least := self.least_bytes(self.file)):
             raise ValueError(
@@ -100,41 +104,38 @@ class DiskFeatures:
     @property
     def announced(self) -> int:
         """Number of announced reads."""
-        return self._cache.announced
+        with self._locked() as cache:
+            return cache.announced
 
     def claim(self, by: object = None) -> bool:
         """Acquire the right to announce reads; return False if it is taken. Retains reads released for ``by``."""
-        with self._lock:
+        with self._locked() as cache:
             if self._claimed:
                 return False
             self._claimed = True
             if by is not self._left_for:
-                self._cache.forget()
+                cache.forget()
             return True
 
     def release(self, left_for: object = None) -> None:
         """Stop being the announcer; announced reads are retained if ``left_for`` is the next to claim the table."""
-        with self._lock:
-            self._left_for = left_for
-            if left_for is None:
-                self._cache.forget()
-            self._claimed = False
+        self._releases.append(left_for)  # no lock, as the garbage collector may call this in a thread that reads
 
     def forget(self) -> None:
         """Drop all announced reads; cached rows stay."""
-        with self._lock:
-            self._cache.forget()
+        with self._locked() as cache:
+            cache.forget()
 
     def announce(self, n_id: Tensor) -> None:
         """Append a read of some rows, int64 or int32 ``[n]`` within range, to the announced ones."""
         ids = self._as_ids(n_id)
-        with self._lock:
-            self._cache.announce(ids)
+        with self._locked() as cache:
+            cache.announce(ids)
 
     def advance(self) -> None:
         """Remove the first announced read. Call it just before the :meth:`gather` of that read."""
-        with self._lock:
-            self._cache.advance()
+        with self._locked() as cache:
+            cache.advance()
 
     def gather(self, n_id: Tensor, out: Tensor | None = None, check: bool = False) -> Tensor:
         """Return the rows of some nodes, from the cache or from disk. Thread-safe.
@@ -153,13 +154,23 @@ class DiskFeatures:
             out = pool.empty(shape, self.dtype)
         elif not (out.is_cpu and out.is_contiguous() and out.dtype == self.dtype and tuple(out.shape) == shape):
             raise ValueError(f"out must be a contiguous {self.dtype} {list(shape)} on the CPU")
-        with self._lock:
+        with self._locked() as cache:
             try:
                 self._gather(ids, out.view(torch.uint8).numpy())
             except BaseException:
-                self._cache.clear()  # slots were assigned, but not filled
+                cache.clear()  # slots were assigned, but not filled
                 raise
         return out if n_id.is_cpu else out.to(n_id.device)
+
+    @contextmanager
+    def _locked(self) -> Iterator[BeladyCache]:
+        """Lock the table, apply its release, and yield its cache."""
+        with self._lock:
+            while self._releases:
+                self._left_for, self._claimed = self._releases.popleft(), False
+                if self._left_for is None:
+                    self._cache.forget()
+            yield self._cache
 
     def _as_ids(self, n_id: Tensor) -> np.ndarray:
         ids = n_id.detach().cpu().numpy()

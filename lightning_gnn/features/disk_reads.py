@@ -97,12 +97,16 @@ class DirectReader:
         each: list[ReadQueue | None] = [*queues] or [None] * THREADS
         self._idle_buffers = list(zip(buffers, each, strict=True))
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="lightning-gnn-disk")
-        self.close = weakref.finalize(self, _close, self._threads, queues, self._descriptor)
-        """Stop the threads and close the file. Idempotent."""
+        self._release = weakref.finalize(self, _release, self._threads, queues, self._descriptor)
+
+    def close(self) -> None:
+        """Wait for running reads, stop the threads and close the file. Idempotent."""
+        self._threads.shutdown(cancel_futures=True)
+        self._release()
 
     def _detach_from_parent(self) -> None:
         """Disable the inherited finalizers: the parent still uses its queues, whose handles are only valid there."""
-        self.close.detach()
+        self._release.detach()
         for _, queue in self._idle_buffers:
             if queue is not None:
                 queue.close.detach()
@@ -217,8 +221,10 @@ def _open_for_reads(path: str) -> tuple[bool, int]:
     return False, descriptor
 
 
-def _close(threads: ThreadPoolExecutor, queues: list[ReadQueue], descriptor: int) -> None:
-    threads.shutdown(wait=True, cancel_futures=True)
+def _release(threads: ThreadPoolExecutor, queues: list[ReadQueue], descriptor: int) -> None:
+    # Does not join the threads, as the garbage collector may run this in any thread, also while one starts. None of
+    # them reads any more: a read keeps its reader alive.
+    threads.shutdown(wait=False)
     for queue in queues:
         queue.close()
     os.close(descriptor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import threading
@@ -15,7 +17,7 @@ from functools import partial
 from math import inf
 from types import MethodType
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
 import torch
 
@@ -27,6 +29,30 @@ def one_torch_thread() -> None:
     """Make torch run operators in the calling thread only, since several items are processed in parallel."""
     torch.get_num_threads()  # set_num_threads has no effect before the first query
     torch.set_num_threads(1)
+
+
+_pools: WeakSet[WorkerPool] = WeakSet()
+_EXIT_PATIENCE_S = 10.0  # how long the interpreter's exit waits for running jobs
+_collecting: int | None = None  # the thread that runs the garbage collector
+
+
+def _note_collection(phase: str, info: object) -> None:
+    global _collecting
+    _collecting = threading.get_ident() if phase == "start" else None
+
+
+gc.callbacks.append(_note_collection)
+
+
+def is_collecting_garbage() -> bool:
+    """Whether the garbage collector calls: in any thread, at any line, so that waiting for others may never end."""
+    return _collecting == threading.get_ident()
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in list(_pools):
+        pool.close(_EXIT_PATIENCE_S)
 
 
 class WorkerPool:
@@ -48,14 +74,15 @@ class WorkerPool:
         self._threads: list[list[threading.Thread]] = [[] for _ in names]
         self._busy: dict[int, str] = {}
         self._process = os.getpid()
+        _pools.add(self)
+        self.stop_with(claim.__self__)  # type: ignore[attr-defined]
 
     @property
     def can_be_joined(self) -> bool:
         """Whether the calling thread may join the threads and take the lock."""
-        # Not in a forked process: the threads belong to its parent, and one may have held the lock at the fork. Not in
-        # one of the threads either, where the garbage collector may run while the lock is held.
+        # Not in a forked process: the threads belong to its parent, and one may have held the lock at the fork.
         is_worker = any(threading.current_thread() in group for group in self._threads)
-        return self._process == os.getpid() and not is_worker
+        return self._process == os.getpid() and not is_worker and not is_collecting_garbage()
 
     def grow(self, group: int, num_threads: int) -> None:
         """Start threads until a group has ``num_threads``."""
@@ -77,12 +104,19 @@ class WorkerPool:
                 f"{os.getpid()} is a fork of it, which has no threads: create a new iterator there, iter(loader)"
             )
 
+    def stop_with(self, owner: object) -> None:
+        """Stop, without waiting for running jobs, when ``owner`` is collected."""
+        weakref.finalize(owner, self.stop).atexit = False
+
+    def stop(self) -> None:
+        """Let the threads end after their running jobs."""
+        if self._process == os.getpid():
+            with self.lock:
+                self._stop()
+
     def close(self, patience: float = inf) -> list[str]:
         """Stop, wait up to ``patience`` seconds for running jobs, and return the names of threads still alive."""
-        if self._process != os.getpid():
-            return []
-        with self.lock:
-            self._stop()
+        self.stop()
         if not self.can_be_joined:
             return []
         threads = [thread for group in self._threads for thread in group]
@@ -185,7 +219,6 @@ class StagePipeline:
         self._entered = [0] * (len(self.stages) + 1)  # items that have entered each stage; last: items taken
         self._num_threads = [0] * len(self.stages)
         self._progress = time.monotonic()
-        weakref.finalize(self, self._pool.close, patience)  # also runs at interpreter exit
         self.resize(num_threads)
 
     @property
@@ -262,7 +295,7 @@ class StagePipeline:
 
     def close_with(self, owner: object) -> None:
         """Stop when ``owner`` is collected: threads at work keep the pipeline itself alive."""
-        weakref.finalize(owner, self._pool.close, self.patience)
+        self._pool.stop_with(owner)
 
     def _capacity_of(self, stage: int) -> int:
         return self.bound + self._num_threads[stage]

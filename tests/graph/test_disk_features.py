@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,6 +74,19 @@ def test_reads_equal_memory_whatever_is_announced(queued, data):
             unannounced = torch.tensor(wrong, dtype=torch.int64)
             assert torch.equal(table.gather(unannounced), x[unannounced])
         table.close()
+
+
+def test_a_table_is_collected_while_a_thread_starts(tmp_path):
+    """Joining threads takes a lock of ``threading`` that the starting thread holds."""
+    table = open_table(save_array(draw_numbers(100, 8), tmp_path / "x.npy"), 64)
+    table.gather(torch.arange(100))
+    table.itself, released = table, weakref.ref(table)
+    gc.disable()
+    del table
+    with getattr(threading, "_shutdown_locks_lock", nullcontext()):
+        gc.enable()
+        gc.collect()
+    assert released() is None
 
 
 @pytest.mark.parametrize("columns", [200, 1025, 40_000])

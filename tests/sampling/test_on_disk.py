@@ -21,6 +21,7 @@ from lightning_gnn.loading.prefetch import lookahead as prefetching
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.files import write_whole
 from tests.batch_checks import assert_same_batches
+from tests.patience import PATIENCE
 from tests.sampling.cases import GRAPHS
 
 NODES = 6000
@@ -245,6 +246,37 @@ def test_stopping_early_leaves_no_thread_and_lets_others_look_ahead(folder):
     table.release()
     (batch, *_) = loader
     assert torch.equal(batch.x, load_folder(folder).x[batch.n_id])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", [NeighborDataModule, CollectiveDataModule])
+def test_an_abandoned_epoch_is_collected_by_a_thread_that_reads_for_another(folder, kind, monkeypatch):
+    loader = build(load_folder(folder), kind, num_workers=2, memory=MEMORY).train_dataloader()
+    idle = {*threading.enumerate()}
+    abandoned = [iter(loader)]
+    next(abandoned[0])
+    abandoned.append(abandoned)  # a cycle: only the garbage collector frees it
+    threads = {*threading.enumerate()} - idle
+    real, collected = disk_reads.DirectReader._read, []
+
+    def collecting(self, *arguments):
+        collected.append(gc.collect())
+        return real(self, *arguments)
+
+    plain = [batch.n_id for batch in build(load_folder(folder), kind).train_dataloader()]
+    gc.collect()
+    monkeypatch.setattr(disk_reads.DirectReader, "_read", collecting)
+    del abandoned
+    list(loader)
+    assert len(collected) > len(plain) / 2
+    monkeypatch.undo()
+    for thread in threads:
+        if not thread.name.startswith("lightning-gnn-disk"):  # threads of the table, which still exists
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+    table = find_table(loader)
+    assert table.claim()
+    assert table.announced == 0
 
 
 def test_a_failing_sampler_is_told_in_its_turn(folder, monkeypatch):

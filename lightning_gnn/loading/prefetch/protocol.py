@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing_extensions import Self
 
 from lightning_gnn.loading.batch import PreparedBatch
+from lightning_gnn.runtime.thread_pipeline import is_collecting_garbage
 
 
 class Prefetcher(ABC):
@@ -27,4 +28,5 @@ class Prefetcher(ABC):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        if not is_collecting_garbage():  # otherwise, what this object holds stops its threads by itself
+            self.close()
