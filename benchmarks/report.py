@@ -23,6 +23,7 @@ GPU_START, GPU_END = "<!-- gpu:start -->", "<!-- gpu:end -->"
 TOPICS = {
     "Sampling, CPU": ("sampling", "typed_sampling"),
     "Mini-batches, CPU": ("minibatch",),
+    "Features on disk, CPU": ("disk",),
     "Training, CPU": ("epoch", "typed_epoch", "time_to_accuracy", "labor"),
     "Aggregation, CPU": ("aggregate", "aggregate_update"),
     "Full graphs, CPU": ("full_graph",),

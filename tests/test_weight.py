@@ -17,7 +17,7 @@ MOST_LINES = {
     "datamodules": 1650,
     "datasets": 3250,
     "distributed": 2450,
-    "features": 2050,
+    "features": 2100,
     "full_graph": 1800,
     "gpu_sampling": 1650,
     "graph": 1300,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "report": 800,
     "runtime": 2100,
     "sampling": 1000,
-    "tests": 46350,
+    "tests": 46400,
     "triton_kernels": 3750,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
@@ -46,7 +46,8 @@ gathering and a graph of a billion edges took 650 in benchmarks, the cost of a c
 Costs by size, their fits and what these predict took 220 in benchmarks. Sorting edges by counting took 50 in datasets,
 and inference that reads sources in the order of their file 150 in ops and 50 in nn. Metrics and signals beside CPU
 trainers that are left out took 50 in distributed and 100 in tests. Judging every change of a mapping by the
-iterations after it took 50 in hyscale and 50 in tests: mappings had been 23 instead of 6 % slower than the best."""
+iterations after it took 50 in hyscale and 50 in tests: mappings had been 23 instead of 6 % slower than the best.
+Finalizers that never wait, after two deadlocks, took 20 in features, 30 in runtime and 50 in tests."""
 
 
 def find_room(path):
