@@ -292,6 +292,8 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
             and all(parameter.grad is None for parameter in sync.parameters)
             and any(parameter.requires_grad for parameter in sync.parameters)
         )
+        if self._group is not None and not piggybacks:  # CPU ranks may have gradients of earlier mini-batches
+            self._group.only_accelerators = False
         if not module.automatic_optimization:
             self._check_loss(sync, closure_loss)
         elif not piggybacks:

@@ -3,6 +3,7 @@
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import pytorch_lightning as pl
@@ -156,8 +157,29 @@ class Returning(Counting):
         assert len(outputs["scores"]) == batch.batch_size
 
 
-KINDS = (Counting, Gathering, Measured, Validated, Late, Returning)
-SKIPS_STEPS = (Counting, Validated, Late)
+class Accumulating(Counting):
+    """Adds the gradients of three mini-batches, between which the CPU may be left out."""
+
+    options: ClassVar = {"accumulate_grad_batches": 3}
+
+
+class Manual(Counting):
+    """Adds the gradients of two mini-batches itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        loss, optimizer = super().training_step(batch, index), self.optimizers()
+        self.manual_backward(loss)
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+KINDS = (Counting, Gathering, Measured, Validated, Late, Returning, Accumulating, Manual)
+SKIPS_STEPS = (Counting, Validated, Late, Accumulating)
 
 
 @contextmanager
