@@ -194,7 +194,8 @@ WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any
     "algorithm 1 as published": (PublishedResourceManager, []),
     "ours": (DynamicResourceManager, []),
     "ours, times are proportional to work": (DynamicResourceManager, [(estimates, "RIDGE", 1e9)]),
-    "ours, the last 100 measurements": (DynamicResourceManager, [(estimates, "HISTORY", 100)]),
+    "ours, the last 20 measurements": (DynamicResourceManager, [(estimates, "HISTORY", 20)]),
+    "ours, times of an earlier speed are kept": (DynamicResourceManager, [(estimates, "CHANGE", 1e9)]),
     "ours, no dead band": (DynamicResourceManager, [(resources, "DEAD_BAND", 0.0)]),
     "ours, changes are never undone": (DynamicResourceManager, [(DynamicResourceManager, "_undo", lambda *_: None)]),
 }

@@ -119,7 +119,6 @@ def test_converges_again_when_a_speed_changes(speeds, seed, factor, which):
     node = Node(list(speeds))
     _, in_flight = run(manager, node, 100)
     node.speeds[which % len(speeds)] *= factor
-    assume(min(node.speeds) > 0.08 * sum(node.speeds))  # a slower CPU trainer may rightly be excluded
     _, in_flight = run(manager, node, 30, in_flight=in_flight)
     held, _ = run(manager, node, 30, in_flight=in_flight)
     best = compute_optimum(node.speeds, total)

@@ -6,11 +6,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 
 from lightning_gnn.hyscale.resource_manager.mapping import Cost, IterationTimes, Stage, TaskMapping
 
-HISTORY = 20
-"""Measurements used per task; also the number of iterations until a change of its speed is fully reflected."""
+HISTORY = 40
+"""Measurements used per task."""
+CHANGE = 1.3
+"""Ratio of three times in a row to the earlier ones of the same work, from which a task's speed has changed."""
+_RUN = 3
 RIDGE = 0.1
 """Weight of the prior that a task has no overhead, in measurements: (relative noise 0.1 / expected overhead 1/3)^2."""
 MIN_SLOPE_FRACTION = 0.25
@@ -49,7 +53,10 @@ class Measurements:
         """Add the times of one iteration."""
         for name, threads, units, seconds in _list_tasks(mapping, times):
             if units and seconds:
-                self._measured.setdefault(name, deque(maxlen=HISTORY)).append((threads, units, seconds))
+                known = self._measured.setdefault(name, deque(maxlen=HISTORY))
+                known.append((threads, units, seconds))
+                if _has_changed_speed(known):
+                    self._measured[name] = deque([*known][-_RUN:], HISTORY)
 
     def estimate(self, mapping: TaskMapping, last: IterationTimes) -> Estimate:
         """Estimate the stage times under a mapping."""
@@ -95,6 +102,16 @@ def _list_tasks(mapping: TaskMapping, times: IterationTimes) -> list[tuple[str, 
             for index, (seeds, seconds) in enumerate(zip(mapping.seeds, times.trainers, strict=True))
         ),
     ]
+
+
+def _has_changed_speed(known: Sequence[tuple[int, float, float]]) -> bool:
+    """Whether the last times of the same work all differ by far, in one direction, from the earlier ones."""
+    work, last = known[-1][:2], [*known][-_RUN:]
+    times = [seconds for *other, seconds in known if tuple(other) == work]
+    recent, earlier = times[-_RUN:], times[:-_RUN]
+    if not earlier or any(each[:2] != work for each in last):
+        return False
+    return min(recent) > CHANGE * median(earlier) or max(recent) * CHANGE < median(earlier)
 
 
 def _fit_cost(known: Sequence[tuple[float, float]], units: float) -> Cost:

@@ -76,10 +76,6 @@ def replan(now: Estimate, keeps_threads: bool = False, cpu_trains: bool = True) 
     return target, found.seconds, current
 
 
-def _no_seconds() -> tuple[deque[float], deque[float]]:
-    return deque(maxlen=TRIAL), deque(maxlen=TRIAL)
-
-
 class _Move(NamedTuple):
     """A change that is undone if iterations get slower."""
 
@@ -110,7 +106,7 @@ class DynamicResourceManager(Recorder):
         self._last: IterationTimes | None = None
         self._act_from = 0
         self._move: _Move | None = None
-        self._seconds = _no_seconds()  # of the last iterations before and after the last change
+        self._seconds = deque[float](maxlen=TRIAL), deque[float](maxlen=TRIAL)  # before and after the last change
         self._blocked: tuple[int, list[float]] = (0, [])  # until an observation; the times of the change undone
         self._planned_with: tuple[int, list[float]] = (0, [])  # measurements and stage times of the last planning
         self._cpu_pays: bool | None = None if 0 < mapping.cpu_trainers < len(mapping.seeds) else True
@@ -156,7 +152,8 @@ class DynamicResourceManager(Recorder):
         cause = f"planned from the profile: {mapping}"
         self._in_flight[-1] = mapping
         self._act_from = self._number + len(self._in_flight)
-        self._move, self._planned_with, self._seconds = None, (0, []), _no_seconds()
+        self._move, self._planned_with = None, (0, [])
+        self._seconds = deque(maxlen=TRIAL), deque(maxlen=TRIAL)
         self._cpu_pays = None if 0 < mapping.cpu_trainers < len(mapping.seeds) else True
         return self._change(mapping, "plan", cause)
 
