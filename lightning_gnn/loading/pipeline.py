@@ -278,10 +278,14 @@ class MiniBatchPipeline:
     ) -> Result:
         """Call user code with random generators seeded from the mini-batch's key, unless it is thread-safe."""
         with nullcontext() if self.thread_safe else keyed_random(batch_key(key, shard, stage), device):
+            name = getattr(code, "__qualname__", code)
             try:
-                return code(argument)
+                result = code(argument)
             except StopIteration as error:
-                raise RuntimeError(f"{getattr(code, '__qualname__', code)} raised StopIteration") from error
+                raise RuntimeError(f"{name} raised StopIteration") from error
+            if result is None:
+                raise TypeError(f"{name} returned None: end it with a return statement, such as 'return batch'")
+            return result
 
     def _validate_trainable(self) -> None:
         """Raise an error for trainable attributes whose gradients cannot be computed."""

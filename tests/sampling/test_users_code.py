@@ -257,6 +257,10 @@ def stops(*args, **kwargs):
     raise StopIteration
 
 
+def forgets(batch):
+    batch.more = 1
+
+
 class Stops(NeighborSampler):
     """Draws from the key only, and raises StopIteration."""
 
@@ -267,14 +271,15 @@ class Stops(NeighborSampler):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(({where: stops, "thread_safe": safe}, "stops raised StopIteration")
+        *(({where: code, "thread_safe": safe}, message)
+          for code, message in ((stops, "stops raised StopIteration"), (forgets, "forgets returned None: end it with"))
           for where in ("transform", "transform_sampler_output") for safe in (False, True)),
         ({"sampler": Stops(DATA, [2])}, "the sampler Stops raised StopIteration"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_stop_iteration_does_not_end_the_epoch(options, message, num_workers):
-    with pytest.raises(RuntimeError, match=message):
+def test_code_that_stops_or_returns_nothing_is_named(options, message, num_workers):
+    with pytest.raises((RuntimeError, TypeError), match=message):
         list(make_loader(num_workers=num_workers, **options))
 
 
