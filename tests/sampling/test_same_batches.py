@@ -204,15 +204,28 @@ def test_every_kind_of_mini_batch(way, case, folder):
     module.teardown("fit")
 
 
-OF_MEMORY = [pytest.param(way, marks=with_kernels if way in ON_KERNELS else []) for way in WAYS if "disk" not in way]
+ANY = given(case=any_case(), plan=st.sampled_from(PLANS), parts=st.integers(1, 5), seed=st.integers(0, 99))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", OF_MEMORY)
+@pytest.mark.parametrize("way", [way for way in WAYS if "disk" not in way and way not in ON_KERNELS])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(max_examples=30, deadline=None)
-@given(case=any_case(), plan=st.sampled_from(PLANS), parts=st.integers(1, 5), seed=st.integers(0, 99))
+@settings(max_examples=30)
+@ANY
 def test_any_graph_and_any_options(way, case, plan, parts, seed):
+    check_batches(way, case, plan, parts, seed)
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=with_kernels) for way in ON_KERNELS])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(max_examples=8)  # under Triton's interpreter, each takes 20 seconds
+@ANY
+def test_any_graph_and_any_options_on_kernels(way, case, plan, parts, seed):
+    check_batches(way, case, plan, parts, seed)
+
+
+def check_batches(way, case, plan, parts, seed):
+    """Compare the mini-batches of a way with those of ``NeighborDataModule``."""
     data, options = case
     kind, _, given = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
