@@ -10,23 +10,27 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train lint check test test-all bench bench-gpu docs clean
 
-# pip would compile the modules on one core; files that are not of this Python version fail, as they do in pip.
+# pip would compile all modules on one core. Those of torch are compiled while pip installs the rest.
 define install
 	$(PYTHON) -c 'import sys; sys.exit("lightning-gnn needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '$(1)'
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
-	touch $@
+	$(BIN)/python -m compileall -qq $(VENV)/lib & \
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '$(1)' || exit; \
+	wait
 endef
 
-# With the tools of developers, which are a third of all that lies in .venv then.
+# With the tools of developers, a third of .venv. Tests start many processes, so all modules are compiled; files that are
+# not of this Python version fail.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call install,.[dev])
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	touch $@
 
 # Without them.
 $(VENV)/.trains: pyproject.toml constraints.txt
 	$(call install,.)
+	touch $@
 
 train: $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.trains)
 	$(BIN)/lgnn $(ARGS)

@@ -30,7 +30,7 @@ MOST_LINES = {
     "report": 800,
     "runtime": 2100,
     "sampling": 1000,
-    "tests": 46400,
+    "tests": 46450,
     "triton_kernels": 3750,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
@@ -47,7 +47,8 @@ Costs by size, their fits and what these predict took 220 in benchmarks. Sorting
 and inference that reads sources in the order of their file 150 in ops and 50 in nn. Metrics and signals beside CPU
 trainers that are left out took 50 in distributed and 100 in tests. Judging every change of a mapping by the
 iterations after it took 50 in hyscale and 50 in tests: mappings had been 23 instead of 6 % slower than the best.
-Finalizers that never wait, after two deadlocks, took 20 in features, 30 in runtime and 50 in tests."""
+Finalizers that never wait, after two deadlocks, took 20 in features, 30 in runtime and 50 in tests, gradients that are
+added while CPU trainers are left out 30 in tests."""
 
 
 def find_room(path):
