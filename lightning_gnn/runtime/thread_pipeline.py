@@ -33,20 +33,15 @@ def one_torch_thread() -> None:
 
 _pools: WeakSet[WorkerPool] = WeakSet()
 _EXIT_PATIENCE_S = 10.0  # how long the interpreter's exit waits for running jobs
-_collecting: int | None = None  # the thread that runs the garbage collector
-
-
-def _note_collection(phase: str, info: object) -> None:
-    global _collecting
-    _collecting = threading.get_ident() if phase == "start" else None
-
-
-gc.callbacks.append(_note_collection)
+# Phases of the garbage collector, "start" and "stop", the current one last. The callbacks are no Python functions, in
+# which another thread could take over: Python 3.11 cannot bear this while it builds a syntax tree.
+_phases: dict[str, object] = {}
+gc.callbacks += [_phases.pop, _phases.setdefault]
 
 
 def is_collecting_garbage() -> bool:
-    """Whether the garbage collector calls: in any thread, at any line, so that waiting for others may never end."""
-    return _collecting == threading.get_ident()
+    """Whether the garbage collector runs: it may call in any thread, at any line, so waiting may never end."""
+    return next(reversed(_phases), "stop") == "start"
 
 
 @atexit.register
