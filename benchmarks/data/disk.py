@@ -208,7 +208,9 @@ def _count_optimal_reads(
         for i in range(starts[batch], starts[batch + 1]):
             after[i] = coming[rows[i]]
             coming[rows[i]] = batch
-    is_cached, num_cached = np.zeros(num_rows, np.bool_), 0
+    # A row is cached if it was stored after the cached rows for its next mini-batch were evicted.
+    stored_in, evicted_in = np.full(num_rows, -1, np.int32), np.full(num_batches + 1, -1, np.int32)
+    num_cached = 0
     needed_in = np.zeros(num_batches + 1, np.int64)  # number of cached rows by the mini-batch that needs them next
     read_in = np.full((offset + num_rows * row_bytes) // 4096 + 2, -1, np.int32)  # last mini-batch that read a block
     num_blocks = 0
@@ -217,8 +219,7 @@ def _count_optimal_reads(
         for i in range(starts[batch], starts[batch + 1]):
             row = np.int64(rows[i])
             begin = offset + row * row_bytes
-            if is_cached[row]:
-                is_cached[row] = False
+            if stored_in[row] > evicted_in[batch]:
                 num_cached -= 1
                 needed_in[batch] -= 1
             else:
@@ -226,9 +227,9 @@ def _count_optimal_reads(
                     if read_in[block] != batch:
                         read_in[block] = batch
                         blocks.append(block)
-            coming[row] = after[i]
+            coming[row], stored_in[row] = after[i], -1
             if after[i] < never:
-                is_cached[row] = True
+                stored_in[row] = batch
                 num_cached += 1
                 needed_in[after[i]] += 1
         num_blocks += len(blocks)
@@ -237,26 +238,28 @@ def _count_optimal_reads(
             low = max((block * 4096 - offset) // row_bytes, 0)
             for row in range(low, min((block * 4096 + 4095 - offset) // row_bytes + 1, num_rows)):
                 begin = offset + row * row_bytes
-                if is_cached[row] or coming[row] == never:
+                if coming[row] == never or stored_in[row] > evicted_in[coming[row]]:
                     continue
                 whole = True
                 for touched in range(begin // 4096, (begin + row_bytes - 1) // 4096 + 1):
                     whole = whole and read_in[touched] == batch
                 if whole:
-                    is_cached[row] = True
+                    stored_in[row] = batch
                     num_cached += 1
                     needed_in[coming[row]] += 1
-        # Evict the rows that are needed last.
-        latest = num_batches - 1
-        while num_cached > slots:
-            while needed_in[latest] == 0:
-                latest -= 1
-            for i in range(starts[latest], starts[latest + 1]):
-                row = np.int64(rows[i])
-                if is_cached[row] and coming[row] == latest and num_cached > slots:
-                    is_cached[row] = False
-                    num_cached -= 1
-                    needed_in[latest] -= 1
+        # Evict the rows that are needed last: those of whole mini-batches while too many remain, then single ones.
+        for latest in range(num_batches - 1, batch, -1):
+            excess = num_cached - slots
+            if excess < needed_in[latest]:
+                for i in range(starts[latest], starts[latest + 1] if excess > 0 else starts[latest]):
+                    row = np.int64(rows[i])
+                    if num_cached > slots and coming[row] == latest and stored_in[row] > evicted_in[latest]:
+                        stored_in[row] = -1
+                        num_cached -= 1
+                        needed_in[latest] -= 1
+                break
+            num_cached -= needed_in[latest]
+            needed_in[latest], evicted_in[latest] = 0, batch
     return num_blocks
 
 
