@@ -16,7 +16,7 @@ MOST_LINES = {
     "compressed": 1300,
     "datamodules": 1650,
     "datasets": 3250,
-    "distributed": 2450,
+    "distributed": 2550,
     "features": 2100,
     "full_graph": 1800,
     "gpu_sampling": 1650,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "report": 800,
     "runtime": 2100,
     "sampling": 1000,
-    "tests": 46450,
+    "tests": 46500,
     "triton_kernels": 3750,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
@@ -48,7 +48,9 @@ and inference that reads sources in the order of their file 150 in ops and 50 in
 trainers that are left out took 50 in distributed and 100 in tests. Judging every change of a mapping by the
 iterations after it took 50 in hyscale and 50 in tests: mappings had been 23 instead of 6 % slower than the best.
 Finalizers that never wait, after two deadlocks, took 20 in features, 30 in runtime and 50 in tests, gradients that are
-added while CPU trainers are left out 30 in tests."""
+added while CPU trainers are left out 30 in tests. Gradients of the only accelerator, sent without a
+reduction, and walks over modules without hashing took 90 in distributed and 40 in tests, and 6 % off an iteration
+beside CPU trainers that are left out."""
 
 
 def find_room(path):

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_gnn.distributed.module_tree import map_buffers, named_parts
+
 _MAX_NUMEL = 1 << 18
 """Buffers of at most this size are compared by value. Larger ones are checked by torch's version counter, which misses
 writes by batch normalization, third-party kernels and ``buffer.data``."""
@@ -33,7 +35,7 @@ class BufferSync:
     def take_snapshot(self) -> None:
         """Record the buffers, which must be equal on all ranks now."""
         previous, self._snapshot = self._snapshot, {}
-        for name, buffer in self._module.named_buffers():
+        for name, buffer in map_buffers(self._module).items():
             last = previous.get(name)
             if last is not None and last[0] is buffer and last[1] == buffer._version:
                 self._snapshot[name] = last
@@ -42,7 +44,7 @@ class BufferSync:
 
     def has_changed(self) -> bool | Tensor:
         """Whether this rank has written to or replaced a buffer since the snapshot."""
-        buffers = dict(self._module.named_buffers())
+        buffers = map_buffers(self._module)
         if any(self._was_written(name, buffer) for name, buffer in buffers.items()):
             return True
         small = [_differs(b, self._snapshot[name][2]).any() for name, b in buffers.items() if b.numel() <= _MAX_NUMEL]
@@ -51,7 +53,7 @@ class BufferSync:
     def synchronize(self, seeds: Sequence[int]) -> None:
         """Merge the writes of all ranks, which have ``seeds`` seeds. Collective: every rank must call this."""
         rank = dist.get_rank()
-        buffers = dict(self._module.named_buffers())
+        buffers = map_buffers(self._module)
         written = {name: self._find_written_rows(name, buffer) for name, buffer in buffers.items()}
         own = {name: update for name, update in written.items() if update is not None}
         gathered: list[_RowUpdates] = [{}] * len(seeds)
@@ -159,11 +161,11 @@ def no_side_effects(module: nn.Module) -> Iterator[None]:
     # The step must run nevertheless: metrics synchronize across ranks, so every rank must make the same calls.
     buffers = [
         (part._buffers, name, buffer, buffer.detach().clone())
-        for part in module.modules()
+        for _, part in named_parts(module)
         for name, buffer in part._buffers.items()
         if buffer is not None
     ]
-    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    metrics = [part for _, part in named_parts(module) if isinstance(part, Metric)]
     states = [{name: _copy_state(getattr(metric, name)) for name in metric._defaults} for metric in metrics]
     counts = [(metric._update_count, metric._computed) for metric in metrics]
     try:

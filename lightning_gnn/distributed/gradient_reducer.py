@@ -86,15 +86,19 @@ class GradientReducer:
         """Replace the dense gradients by the scaled sums, and return the parameters with sparse gradients."""
         is_sparse = [id(p) in self._sparse for p in parameters]
         has_dense, has_sparse = flags
-        totals = iter(sums)
+        totals, scaled, old = iter(sums), list[Tensor](), list[Tensor]()
         for parameter, is_known, dense, sparse in zip(parameters, is_sparse, has_dense, has_sparse, strict=True):
             total = None if is_known else next(totals)
             if sparse:
                 self._sparse[id(parameter)] = parameter
-            elif dense and total is not None and parameter.grad is None:
-                parameter.grad = total.view(parameter.shape) * factor
             elif dense and total is not None:
-                torch.mul(total.view(parameter.shape), factor, out=parameter.grad)
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                scaled.append(total.view(parameter.shape))
+                old.append(parameter.grad)
+        if old:
+            torch._foreach_copy_(old, scaled)
+            torch._foreach_mul_(old, factor)
         rows = zip(parameters, has_dense, has_sparse, strict=True)
         return [parameter for parameter, *has in rows if id(parameter) in self._sparse and any(has)]
 

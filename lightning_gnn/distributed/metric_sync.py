@@ -16,6 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gnn.distributed.mixed_device_group import as_message
+from lightning_gnn.distributed.module_tree import named_parts
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}
 Key = tuple[str, str, int]
@@ -55,7 +56,7 @@ class MetricSync:
 
     def _count_updates(self) -> list[int]:
         """Return the number of updates of each metric; modules may create metrics at any time."""
-        return [part._update_count for part in self._module.modules() if isinstance(part, Metric)]
+        return [part._update_count for _, part in named_parts(self._module) if isinstance(part, Metric)]
 
     def log(self, *args: object, **kwargs: object) -> None:
         """Replacement for the module's ``log`` method."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_gnn.runtime.devices import DEVICE_BACKENDS
 
 _T = TypeVar("_T")
-MAX_SENT = 2
-"""Maximum number of steps by which ranks that only receive may be behind."""
+MAX_SENT = 4
+"""Maximum number of messages by which ranks that only receive may be behind, two of a step at least."""
 
 
 def accepts(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
@@ -47,17 +47,24 @@ class MixedDeviceGroup:
         self._message_device = torch.device("cpu") if "cpu" in dist.get_backend_config() else self._device
         self._accelerators: dist.ProcessGroup | None = None
         self._bridge: dist.ProcessGroup | None = None
-        self._leader = 0
+        self.leader = 0
+        """The accelerator that exchanges tensors with the CPU ranks."""
+        self._num_accelerators = len(accelerators)
         self._others = [other for other in range(self.size) if other not in accelerators]
         self.only_accelerators = False
         """Whether only accelerators have gradients: they send the sum to the CPU ranks without waiting for them."""
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
         if 1 < len(accelerators) < self.size:
             backend = DEVICE_BACKENDS.get(devices[accelerators[0]].type, "gloo")
-            self._leader = accelerators[0]
+            self.leader = accelerators[0]
             group = dist.new_group(list(accelerators), backend=backend)
-            self._bridge = dist.new_group(sorted([self._leader, *self._others]), backend="gloo")
+            self._bridge = dist.new_group(sorted([self.leader, *self._others]), backend="gloo")
             self._accelerators = group if rank in accelerators else None
+
+    @property
+    def has_one_sender(self) -> bool:
+        """Whether only one rank has gradients."""
+        return self.only_accelerators and self._num_accelerators == 1
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """All-reduce a dense or sparse tensor in place. Collective: every rank must call this."""
@@ -65,9 +72,9 @@ class MixedDeviceGroup:
             self._sum_accelerators(tensor)
         elif self._accelerators is not None and not tensor.is_sparse:
             dist.all_reduce(tensor, group=self._accelerators)
-            if self.rank == self._leader:
+            if self.rank == self.leader:
                 self._all_reduce_on_host(tensor)
-            dist.broadcast(tensor, self._leader, group=self._accelerators)
+            dist.broadcast(tensor, self.leader, group=self._accelerators)
         elif dist.get_backend() == "gloo" and not tensor.is_sparse:
             self._all_reduce_on_host(tensor)
         else:
@@ -77,8 +84,12 @@ class MixedDeviceGroup:
         """All-reduce over the accelerators; the CPU ranks get the result, and must not have contributed to it."""
         if self._accelerators is not None:
             dist.all_reduce(tensor, group=self._accelerators)
-        if self.rank == self._leader:
-            host = tensor.to("cpu", copy=True)  # the caller changes its tensor before the ranks have received it
+        self.send_to_cpus(tensor)
+
+    def send_to_cpus(self, tensor: Tensor) -> None:
+        """Replace the tensor on the CPU ranks by the leader's, which does not wait for them unless they are behind."""
+        if self.rank == self.leader:
+            host = tensor.cpu()  # which the caller must not change afterwards
             self._sent.extend((dist.isend(host, other), host) for other in self._others)
             while len(self._sent) > MAX_SENT * len(self._others):
                 work, _ = self._sent.popleft()
@@ -86,7 +97,7 @@ class MixedDeviceGroup:
                     work.wait()
         elif self.rank in self._others:
             host = tensor.cpu()
-            dist.recv(host, self._leader)
+            dist.recv(host, self.leader)
             if host is not tensor:
                 tensor.copy_(host)
 
@@ -118,9 +129,9 @@ class MixedDeviceGroup:
         return sums.to(torch.uint8).cpu().contiguous().view(torch.float64).view(self.size, -1).tolist()
 
     def _encode(self, row: Sequence[float | Tensor]) -> Tensor:
-        """Return the bytes of a row as float64, on the device if the row contains a tensor."""
+        """Return the bytes of a row as float64, on the GPU if the row contains a tensor."""
         # Accelerators other than CUDA may not support float64, so convert on the host, which synchronizes.
-        if self._device.type not in ("cpu", "cuda"):
+        if self._device.type != "cuda":
             row = [float(value) for value in row]
         on_device = [index for index, value in enumerate(row) if isinstance(value, Tensor)]
         data = torch.tensor([0.0 if isinstance(value, Tensor) else float(value) for value in row], dtype=torch.float64)

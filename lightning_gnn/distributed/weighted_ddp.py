@@ -31,6 +31,7 @@ from lightning_gnn.distributed.loss_weights import (
 )
 from lightning_gnn.distributed.metric_sync import share_metrics_on_host
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
+from lightning_gnn.distributed.module_tree import named_parts
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary, StepSync
 from lightning_gnn.distributed.stop_on_signal import StopOnSignal
@@ -182,7 +183,8 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         """Return the module's parameters, followed by parameters that only optimizers reference."""
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         optimized = (parameter for group in groups for parameter in group["params"])
-        return list(dict.fromkeys([*self._module.parameters(), *optimized]))
+        own = (each for _, part in named_parts(self._module) for each in part._parameters.values() if each is not None)
+        return list(dict.fromkeys([*own, *optimized]))
 
     def resync_parameters(self) -> None:
         """Broadcast rank 0's parameters and optimizer states. Collective: every rank must call this."""

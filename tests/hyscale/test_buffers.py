@@ -6,6 +6,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn.distributed.buffer_sync import BufferSync, no_side_effects
+from lightning_gnn.distributed.module_tree import map_buffers, named_parts
 from tests.full_graph import launch
 from tests.hyscale.ranks import joined
 
@@ -35,6 +36,17 @@ class Buffers(nn.Module):
         for name, value in zeros.items():
             self.register_buffer(name, value)
         self.norm = nn.BatchNorm1d(2)
+
+
+def test_a_walk_without_hashing_finds_what_torch_finds():
+    module, shared = Buffers(), nn.BatchNorm1d(3)
+    module.nested = nn.ModuleList([nn.Sequential(shared, nn.Linear(2, 2)), shared, MulticlassAccuracy(3)])
+    module.nothing, shared.again = None, module.norm
+    module.register_module("none", None)
+    shared.register_buffer("same", module.data)
+    assert [*named_parts(module)] == [*module.named_modules()]
+    assert [*map_buffers(module)] == [name for name, _ in module.named_buffers()]
+    assert all(buffer is module.get_buffer(name) for name, buffer in map_buffers(module).items())
 
 
 def change_all_buffers(rank):
