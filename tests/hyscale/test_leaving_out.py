@@ -1,6 +1,7 @@
 """CPU trainers that slow accelerators down are left out after a trial, and cost nothing from then on."""
 
 import signal
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import ClassVar
@@ -37,10 +38,22 @@ def test_a_trial_shows_within_20_iterations_whether_the_cpu_pays(speeds, drag, n
     log = [(decision.action, decision.observation) for decision in manager.log]
     assert dict(log)["take_out"] + LAG <= 20
     out = [not mapping.cpu_seeds for mapping in held]
-    assert all(out[20:]) if drag > 1 else not any(out[30:])
+    assert all(out[20:]) if drag > 1 else not any(out[40:])
     assert ("leave_out" if drag > 1 else "bring_back") in dict(log)
     best = sum(speeds[drag > 1 :])
     assert sum(map(node.seconds, held[-20:])) / 20 <= 1.05 * start.total / best
+
+
+@pytest.mark.parametrize(("speed", "factor"), [(1.0, 1), (6e3, 6000)])
+def test_a_plan_without_the_cpu_is_a_trial(speed, factor):
+    # The CPU trainer seems too slow: in all iterations, or in the first one only, which compiles.
+    node, start = Node([speed, 1e4]), TaskMapping((400, 624), 1)
+    manager, first = DynamicResourceManager(start, lag=LAG), node.measured(start)
+    manager.observe(replace(first, train_cpu=(first.train_cpu[0] * factor,)))
+    held, _ = simulate(manager, node, 200, in_flight=deque([start] * LAG))
+    assert [decision.action for decision in manager.log[:2]] == ["start", "take_out"]
+    assert manager.leaves_out_cpu == (factor == 1) == (not held[-1].cpu_seeds)
+    assert [decision.action for decision in manager.log].count("take_out") == 1
 
 
 class Contended(Node):
@@ -178,8 +191,20 @@ class Manual(Counting):
             optimizer.zero_grad()
 
 
-KINDS = (Counting, Gathering, Measured, Validated, Late, Returning, Accumulating, Manual)
-SKIPS_STEPS = (Counting, Validated, Late, Accumulating)
+class Sparse(Counting):
+    """Has a parameter with sparse gradients in every other mini-batch, and one without any."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.unused = torch.nn.Embedding(3, 2, sparse=True).double(), torch.nn.Linear(1, 1).double()
+
+    def loss(self, batch):
+        is_odd = self.trainer.fit_loop.batch_idx % 2
+        return super().loss(batch) + (self.table(batch.y[: batch.batch_size]).square().mean() if is_odd else 0.0)
+
+
+KINDS = (Counting, Gathering, Measured, Validated, Late, Returning, Accumulating, Manual, Sparse)
+SKIPS_STEPS = (Counting, Validated, Late, Accumulating, Sparse)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ TRIAL = 5
 MIN_HYBRID_GAIN = 0.03
 """Minimum relative gain of an iteration's time for which the CPU trainers are kept."""
 LEFT_OUT_INTERVAL = 8
-"""Iterations between plans once the CPU trainers are left out."""
+"""Iterations between measurements once the CPU trainers are left out."""
 _UNMEASURED = Cost(1e6, 1.0)
 """Cost of a trainer that has not been measured: it gets no seeds."""
 
@@ -123,6 +123,8 @@ class DynamicResourceManager(Recorder):
         self._number += 1
         old = self._in_flight[0]
         self._in_flight.append(self.mapping)
+        if self.leaves_out_cpu and self._number % LEFT_OUT_INTERVAL:
+            return self._hold("CPU trainers are left out, and planning would slow the accelerators down")
         reason = self._add_measurement(times, old)
         if isinstance(reason, str):
             return self._hold(reason)
@@ -175,14 +177,14 @@ class DynamicResourceManager(Recorder):
 
     def _add_iteration(self, seconds: float, mapping: TaskMapping) -> None:
         """Add the time of an iteration with the mapping before or after the last change."""
-        if mapping == self.mapping and self._number >= self._act_from:
+        # The first iterations without CPU trainers are too short: their mini-batches were prepared during longer ones.
+        drain = len(self._in_flight) if self.log[-1].action == "take_out" else 0
+        if mapping == self.mapping and self._number >= self._act_from + drain:
             self._seconds[1].append(seconds)
         elif self._move is not None and mapping == self._move.previous:  # is still in the pipeline after the change
             self._seconds[0].append(seconds)
 
     def _decide(self, last: IterationTimes) -> Decision:
-        if self.leaves_out_cpu and self._number % LEFT_OUT_INTERVAL:
-            return self._hold("CPU trainers are left out, and planning would slow the accelerators down")
         is_timed = any(self._seconds)
         if self.log[-1].action == "take_out":
             return self._end_trial()
@@ -217,6 +219,8 @@ class DynamicResourceManager(Recorder):
             return self._hold(f"{cause}; a change for it brought nothing")
         self._planned_with = now.count, times
         target, predicted, current = replan(now, is_blocked, self._cpu_pays is not False)
+        if after and not is_tried and not target.cpu_seeds:  # such plans went back and forth with the estimates
+            return self._begin_trial(now)
         if target == self.mapping or predicted >= (1 - threshold) * current:
             return self._hold(f"{cause}; no change would shorten it by {threshold:.1%}")
         if self._move is None:  # judged; otherwise both changes are judged together
@@ -229,7 +233,7 @@ class DynamicResourceManager(Recorder):
     def _begin_trial(self, now: Estimate) -> Decision:
         """Take the CPU trainers out, since no stage time shows whether they pay."""
         target, _, _ = replan(now, cpu_trains=False)
-        self._move = _Move(self.mapping, now.bottleneck, [])
+        self._move, self._planned_with = _Move(self.mapping, now.bottleneck, []), (0, [])
         return self._change(target, "take_out", f"a trial; {describe_change(self.mapping, target)}")
 
     def _end_trial(self) -> Decision:
@@ -237,7 +241,7 @@ class DynamicResourceManager(Recorder):
         assert self._move is not None
         if len(self._seconds[1]) < TRIAL:
             return self._hold("a trial without the CPU trainers")
-        together, alone = (median(list(each)[1:] or [0.0]) for each in self._seconds)
+        together, alone = (median([*each][1:] or each) for each in self._seconds)
         self._cpu_pays = together < (1 - MIN_HYBRID_GAIN) * alone
         cause = f"{format_ms(alone)} an iteration without the CPU trainers, {format_ms(together)} with them"
         action, target = ("bring_back", self._move.previous) if self._cpu_pays else ("leave_out", self.mapping)
@@ -263,6 +267,8 @@ class DynamicResourceManager(Recorder):
         if after < (1 + margin) * before:
             return None
         self._blocked = 2 * self._number, move.times
+        if self._cpu_pays is None and not move.previous.cpu_seeds:  # the same as a trial
+            self._cpu_pays = False
         cause = f"an iteration takes {format_ms(after)}, before {format_ms(before)}"
         return self._change(move.previous, "undo", f"{cause}; {describe_change(now.mapping, move.previous)}")
 
