@@ -36,12 +36,13 @@ _EXIT_PATIENCE_S = 10.0  # how long the interpreter's exit waits for running job
 # Phases of the garbage collector, "start" and "stop", the current one last. The callbacks are no Python functions, in
 # which another thread could take over: Python 3.11 cannot bear this while it builds a syntax tree.
 _phases: dict[str, object] = {}
-gc.callbacks += [_phases.pop, _phases.setdefault]
+_phases_here = threading.local()  # the same of this thread
+gc.callbacks += [_phases.pop, _phases.setdefault, _phases_here.__setattr__]
 
 
 def is_collecting_garbage() -> bool:
-    """Whether the garbage collector runs: it may call in any thread, at any line, so waiting may never end."""
-    return next(reversed(_phases), "stop") == "start"
+    """Whether the garbage collector runs in this thread: it may call at any line, so waiting may never end."""
+    return next(reversed(_phases), "stop") == "start" and getattr(_phases_here, "start", None) is _phases.get("start")
 
 
 @atexit.register
