@@ -49,7 +49,7 @@ trainers that are left out took 50 in distributed and 100 in tests. Judging ever
 iterations after it took 50 in hyscale and 50 in tests: mappings had been 23 instead of 6 % slower than the best.
 Finalizers that never wait, after two deadlocks, took 20 in features, 30 in runtime and 50 in tests, gradients that are
 added while CPU trainers are left out 30 in tests. Gradients of the only accelerator, sent without a
-reduction, and walks over modules without hashing took 90 in distributed and 40 in tests, and 6 % off an iteration
+reduction, and walks over modules without hashing took 90 in distributed and 40 in tests, and 4 % off an iteration
 beside CPU trainers that are left out."""
 
 
