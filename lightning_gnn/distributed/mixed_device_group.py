@@ -47,16 +47,14 @@ class MixedDeviceGroup:
         self._message_device = torch.device("cpu") if "cpu" in dist.get_backend_config() else self._device
         self._accelerators: dist.ProcessGroup | None = None
         self._bridge: dist.ProcessGroup | None = None
-        self.leader = 0
+        self.leader = accelerators[0] if accelerators else 0
         """The accelerator that exchanges tensors with the CPU ranks."""
-        self._num_accelerators = len(accelerators)
         self._others = [other for other in range(self.size) if other not in accelerators]
         self.only_accelerators = False
         """Whether only accelerators have gradients: they send the sum to the CPU ranks without waiting for them."""
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
         if 1 < len(accelerators) < self.size:
             backend = DEVICE_BACKENDS.get(devices[accelerators[0]].type, "gloo")
-            self.leader = accelerators[0]
             group = dist.new_group(list(accelerators), backend=backend)
             self._bridge = dist.new_group(sorted([self.leader, *self._others]), backend="gloo")
             self._accelerators = group if rank in accelerators else None
@@ -64,7 +62,7 @@ class MixedDeviceGroup:
     @property
     def has_one_sender(self) -> bool:
         """Whether only one rank has gradients."""
-        return self.only_accelerators and self._num_accelerators == 1
+        return self.only_accelerators and len(self._others) == self.size - 1
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """All-reduce a dense or sparse tensor in place. Collective: every rank must call this."""
