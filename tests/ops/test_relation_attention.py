@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.ops.aggregate_update.definition import sort_relations
@@ -11,7 +11,7 @@ from lightning_gnn.ops.attention import reference
 from lightning_gnn.ops.attention.definition import attend_relations
 from lightning_gnn.ops.attention.reference import Attend, Layout
 from tests.ops.test_attention import execution
-from tests.ops.test_relation_update import RELATIONS, SOURCES, TARGETS, batches, normal
+from tests.ops.test_relation_update import RELATIONS, SOURCES, TARGETS, Relation, batches, normal
 
 
 def draw_inputs(batch, across, heads, channels, dtype=torch.float64, wanted=(True,) * 4, dropped=False):
@@ -91,6 +91,7 @@ def test_result_and_gradients_are_those_of_a_plain_loop(batch, across, heads, ch
 
 @settings(max_examples=40, deadline=None)
 @given(batches(), st.booleans(), st.sampled_from([torch.float64, torch.float32]), st.integers(1, 3))
+@example(([1, 0, 0], [0, 1, 1], [Relation(0, 2, torch.tensor([[0], [0]]))]), True, torch.float64, 1)
 def test_dropped_attention_is_that_of_the_reference(batch, across, dtype, threads):
     edges, layout, given, factor = draw_inputs(batch, across, 3, 20, dtype, dropped=True)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]

@@ -38,7 +38,8 @@ class Layout(NamedTuple):
         """Return the index of the softmax of each row, int64 ``[num_rows]``."""
         if not self.across:
             return np.arange(self.num_rows)
-        sizes = np.concatenate([np.full(group.num_targets, group.num_relations) for group in self.groups])
+        sizes = np.repeat(np.array(self.relations, int), np.array(self.targets, int))
+        sizes = sizes[sizes > 0]  # targets without relations have no rows, and thus no softmax
         return np.repeat(np.arange(sizes.size), sizes)
 
 

@@ -186,7 +186,7 @@ def sample_relations(
         nodes.insert_seeds(scratch, number)
     pickers = [_Picker(relation, rule, times) for relation in relations]
     sampled = [_SampledEdges(scratch.edges[number], picker) for number, picker in enumerate(pickers)]
-    begins = _EMPTY_INT64.reshape(1, 0)
+    begins = None
     if method == _TREES:  # the first new node of each tree, by hop
         begins = np.zeros((len(relations[0].fanouts) + 1, by_type[0].count + 1), np.int64)
         begins[0] = np.arange(by_type[0].count + 1)
@@ -322,7 +322,7 @@ class _SampledEdges:
         target: _SampledNodes,
         hop: int,
         key: int,
-        begins: np.ndarray,
+        begins: np.ndarray | None,
         picks: Picks | None,
     ) -> None:
         """Sample one hop, with ``picks`` if they were fetched from other ranks."""
@@ -339,9 +339,10 @@ class _SampledEdges:
             first, m = target.high, _pick_all(picker, frontier, self.edge, ends, m)
         slots = scratch.slots[relation.source]
         slots.words, slots.stamp, source.used, source.count, self.count = _expand(
-            relation.indptr, indices, frontier, source.node, source.tree, source.count, hop, self.row, self.edge, ends,
-            self.count, first, m, source.method, source.entries(scratch) if source.method == _TABLE else scratch.table,
-            scratch.shifted_stamp, scratch.bits, slots.words, slots.stamp, source.used, begins, scratch.lanes,
+            relation.indptr, indices, frontier, source.node, source.tree if source.method >= _TREES else None,
+            source.count, hop, self.row, self.edge, ends, self.count, first, m,
+            source.entries(scratch) if source.method == _TABLE else None, scratch.shifted_stamp, scratch.bits,
+            None if source.method == _TABLE else True, slots.words, slots.stamp, source.used, begins, scratch.lanes,
         )  # fmt: skip
         if picks is not None:
             self.edge[start:m] = picks.place
@@ -384,11 +385,15 @@ def write_targets(ends: np.ndarray, count: int, col: np.ndarray) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _expand(
-    indptr: np.ndarray, indices: np.ndarray, frontier: Frontier, node: np.ndarray, node_tree: np.ndarray, k: int,
-    hop: int, row: np.ndarray, edge: np.ndarray, ends: np.ndarray, m: int, t: int, picked: int, method: int,
-    table: np.ndarray, own: int, bits: int, slots: np.ndarray, stamp: int, used: int, begins: np.ndarray, lanes: Any,
+    indptr: np.ndarray, indices: np.ndarray, frontier: Frontier, node: np.ndarray, node_tree: np.ndarray | None, k: int,
+    hop: int, row: np.ndarray, edge: np.ndarray, ends: np.ndarray, m: int, t: int, picked: int,
+    table: np.ndarray | None, own: int, bits: int, is_hashed: bool | None, slots: np.ndarray, stamp: int, used: int,
+    begins: np.ndarray | None, lanes: Any,
 ) -> tuple[np.ndarray, int, int, int, int]:  # fmt: skip
-    """Sample one hop of an edge type; targets before t have picked already, and their edges end at ``picked``."""
+    """Sample one hop of an edge type; targets before t have picked already, and their edges end at ``picked``.
+
+    ``table``, or ``is_hashed``, is None; so is ``node_tree`` unless trees are disjoint, and ``begins`` for a forest.
+    """
     tree, low, high, fanout = frontier.tree, frontier.low, frontier.high, frontier.fanout
     tree_slots, current = slots, np.int64(-1)
     # Edges before `picked` (of targets before t) are picked; edges before `done` (of targets before t0) are relabeled.
@@ -402,28 +407,30 @@ def _expand(
             start_prefetch(indices, edge, row, m, picked)
         # Relabel only edges whose prefetch distance is covered by picked edges.
         limit = picked - FAR if t < high else picked
-        if method >= _TREES:
-            first = t0
-            while t0 < t and ends[t0] <= limit:
-                t0 += 1
-            end = ends[t0 - 1] if t0 > low else m
-            if method == _TREES:
-                slots, tree_slots, stamp, used, current, k = relabel_trees(
-                    slots, tree_slots, stamp, used, current, node, node_tree, k, indices, edge, row, ends, first, t0,
-                    done, picked, hop, begins, fanout,
-                )  # fmt: skip
-            else:
-                slots = grow_forest(slots, stamp, node, node_tree, k + end - done)
-                k = relabel_forest(
-                    slots, stamp, node, node_tree, k, indices, edge, row, tree, ends, first, t0, done, picked
-                )
-            done = end
-        elif method == _HASH:
-            slots, used, k = relabel_by_hash(slots, stamp, used, node, k, indices, edge, row, done, limit, picked)
-            done = limit
-        else:
+        # Numba compiles only the branches of the method, as it removes tests of an argument that is None.
+        if table is not None:
             k = relabel_by_table(table, own, bits, node, k, indices, edge, row, done, limit, picked)
             done = limit
-    if method == _TREES:
+        if is_hashed is not None:
+            if node_tree is not None:
+                first = t0
+                while t0 < t and ends[t0] <= limit:
+                    t0 += 1
+                end = ends[t0 - 1] if t0 > low else m
+                if begins is not None:
+                    slots, tree_slots, stamp, used, current, k = relabel_trees(
+                        slots, tree_slots, stamp, used, current, node, node_tree, k, indices, edge, row, ends, first,
+                        t0, done, picked, hop, begins, fanout,
+                    )  # fmt: skip
+                else:
+                    slots = grow_forest(slots, stamp, node, node_tree, k + end - done)
+                    k = relabel_forest(
+                        slots, stamp, node, node_tree, k, indices, edge, row, tree, ends, first, t0, done, picked
+                    )
+                done = end
+            else:
+                slots, used, k = relabel_by_hash(slots, stamp, used, node, k, indices, edge, row, done, limit, picked)
+                done = limit
+    if begins is not None:
         begins[hop + 1, current + 1 :] = k
     return slots, stamp, used, k, picked
