@@ -15,24 +15,25 @@ unexport PYTHONDONTWRITEBYTECODE
 define install
 	$(PYTHON) -c 'import sys; sys.exit("lightning-gnn needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --quiet uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --index-strategy unsafe-best-match \
-		$$($(PIP_INDEXES)) --constraint constraints.txt --editable '.[$(1)]' $(2) || \
-	$(PIP) --quiet --constraint constraints.txt --editable '.[$(1)]'
+	$(PIP) install --quiet --no-compile uv && \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python --index-strategy unsafe-best-match $$($(PIP_INDEXES)) \
+		--constraint constraints.txt --editable '$(1)' $(2) || \
+	$(PIP) install --quiet --constraint constraints.txt --editable '$(1)'
 endef
-PIP := $(BIN)/python -m pip install
+PIP := $(BIN)/python -m pip
 # One option of uv for each address.
-PIP_INDEXES = $(BIN)/python -m pip config list | tr -d "'" | \
+PIP_INDEXES = $(PIP) config list | tr -d "'" | \
 	sed -nE 's/^[^.]*\.(index-url|extra-index-url|find-links)=/--\1 /p' | \
 	awk '{for (i = 2; i <= NF; i++) print $$1, $$i}'
 
 # With the tools of developers, a third of .venv. Tests start many processes, so all modules are compiled.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(call install,dev,--compile-bytecode)
+	$(call install,.[dev],--compile-bytecode)
 	touch $@
 
 # Without them.
 $(VENV)/.trains: pyproject.toml constraints.txt
-	$(call install,)
+	$(call install,.)
 	touch $@
 
 train: $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.trains)
@@ -81,7 +82,7 @@ bench: $(VENV)/.installed
 
 # The documentation, as a site that can be read from its folder, without a network; its search wants a server.
 docs: $(VENV)/.installed
-	$(call install,docs)
+	$(call install,.[docs])
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 	@echo "open site/index.html, or, to search in it: $(PYTHON) -m http.server --directory site"
 
