@@ -10,20 +10,20 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train lint check test test-all bench bench-gpu docs clean
 
-# uv installs in a tenth of pip's time. It takes over the package indexes of pip's configuration; where it fails, pip
-# installs.
+# uv installs in a tenth of pip's time. It takes over the package indexes and constraints of pip's configuration; where it
+# fails, pip installs.
 define install
 	$(PYTHON) -c 'import sys; sys.exit("lightning-gnn needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --no-compile uv && \
-		$(BIN)/uv pip install --quiet --python $(BIN)/python --index-strategy unsafe-best-match $$($(PIP_INDEXES)) \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python --index-strategy unsafe-best-match $$($(PIP_OPTIONS)) \
 		--constraint constraints.txt --editable '$(1)' $(2) || \
 	$(PIP) install --quiet --constraint constraints.txt --editable '$(1)'
 endef
 PIP := $(BIN)/python -m pip
-# One option of uv for each address.
-PIP_INDEXES = $(PIP) config list | tr -d "'" | \
-	sed -nE 's/^[^.]*\.(index-url|extra-index-url|find-links)=/--\1 /p' | \
+# One option of uv for each address or file.
+PIP_OPTIONS = $(PIP) config list | tr -d "'" | \
+	sed -nE 's/^[^.]*\.(index-url|extra-index-url|find-links|constraint)=/--\1 /p' | \
 	awk '{for (i = 2; i <= NF; i++) print $$1, $$i}'
 
 # With the tools of developers, a third of .venv. Tests start many processes, so all modules are compiled.

@@ -392,7 +392,8 @@ def _expand(
 ) -> tuple[np.ndarray, int, int, int, int]:  # fmt: skip
     """Sample one hop of an edge type; targets before t have picked already, and their edges end at ``picked``.
 
-    ``table``, or ``is_hashed``, is None; so is ``node_tree`` unless trees are disjoint, and ``begins`` for a forest.
+    Optional arguments select the method of relabeling: a table by ``table``; else ``is_hashed``, and for disjoint trees
+    ``node_tree``, with ``begins`` in a homogeneous graph.
     """
     tree, low, high, fanout = frontier.tree, frontier.low, frontier.high, frontier.fanout
     tree_slots, current = slots, np.int64(-1)
@@ -407,7 +408,7 @@ def _expand(
             start_prefetch(indices, edge, row, m, picked)
         # Relabel only edges whose prefetch distance is covered by picked edges.
         limit = picked - FAR if t < high else picked
-        # Numba compiles only the branches of the method, as it removes tests of an argument that is None.
+        # Numba compiles only the selected branches: it removes those of arguments that are missing.
         if table is not None:
             k = relabel_by_table(table, own, bits, node, k, indices, edge, row, done, limit, picked)
             done = limit
