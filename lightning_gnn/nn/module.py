@@ -202,11 +202,12 @@ class GNNModule(pl.LightningModule):
         """Make the trainer convert PyG batches to its precision, like tensors."""
         convert_batches(self.trainer)
 
-    def _call_batch_hook(self, hook_name: str, *args: object) -> object:
+    def _call_batch_hook(self, hook_name: str, *args: Any) -> Any:
         """Move a batch; check that its edges are as sampled before the move, which avoids a device synchronization."""
         call = partial(super()._call_batch_hook, hook_name)
         owners = (self, getattr(self._trainer, "datamodule", None))
-        if hook_name != "transfer_batch_to_device" or any(is_overridden(hook_name, owner) for owner in owners):
+        is_copy = hook_name == "transfer_batch_to_device" and torch.device(args[1]).type != "cpu"
+        if not is_copy or any(is_overridden(hook_name, owner) for owner in owners):
             return call(*args)
         return moved(args[0], lambda batch: call(batch, *args[1:]))
 

@@ -109,7 +109,7 @@ def _are_satisfied(checks: _Checks) -> bool:
         for span in spans:
             ids = tensor if span.row is None else tensor[span.row, span.start : span.stop]
             if ids.numel():
-                ends.setdefault(tensor.device, []).extend((ids.min(), ids.max()))
+                ends.setdefault(tensor.device, []).extend(torch.aminmax(ids))
                 limits.setdefault(tensor.device, []).append(span)
     for device, values in ends.items():
         numbers = torch.stack(values).tolist()

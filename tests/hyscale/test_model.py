@@ -98,7 +98,8 @@ def test_best_mapping_is_the_best_of_all(cores, spare, accelerators, cpus, facto
             if (on_cpu and not cpus) or (on_cpu < 24 and not accelerators):
                 continue
             seeds = (*_even(on_cpu, cpus), *_even(24 - on_cpu, accelerators))
-            least = min(least, model.iteration_time(TaskMapping(seeds, cpus, (sampler, loader, trainer), share)))
+            own = min(share, 1 - on_cpu / 24)  # accelerators sample their own mini-batches only
+            least = min(least, model.iteration_time(TaskMapping(seeds, cpus, (sampler, loader, trainer), own)))
     # Seeds are integers, and the split is optimized for the trainers: at most one seed of 24 could still be gained.
     # Where threads share cores, seeds are tried in steps.
     assert model.iteration_time(best) <= least * (1 + 1 / 24 if threads <= cores else 1.1)
