@@ -30,7 +30,7 @@ MOST_LINES = {
     "report": 800,
     "runtime": 2100,
     "sampling": 1000,
-    "tests": 46500,
+    "tests": 46550,
     "triton_kernels": 3750,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
@@ -50,7 +50,8 @@ iterations after it took 50 in hyscale and 50 in tests: mappings had been 23 ins
 Finalizers that never wait, after two deadlocks, took 20 in features, 30 in runtime and 50 in tests, gradients that are
 added while CPU trainers are left out 30 in tests. Gradients of the only accelerator, sent without a
 reduction, and walks over modules without hashing took 90 in distributed and 40 in tests, and 4 % off an iteration
-beside CPU trainers that are left out."""
+beside CPU trainers that are left out. Confirming a trial of CPU trainers took 10 in hyscale and 20 in tests: 3 of 15
+trials had erred, by 13 %. Hybrid training on a real GPU took 40 in tests."""
 
 
 def find_room(path):

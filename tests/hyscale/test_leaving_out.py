@@ -28,7 +28,7 @@ LAG, ITERATIONS = 6, 60
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("speeds", [[4e3, 1.2e4], [2e4, 1e4, 1e4, 1e4, 1e4]])
-@pytest.mark.parametrize("drag", [1.0, 2.0])
+@pytest.mark.parametrize("drag", [1.0, 2.5])
 def test_a_trial_shows_within_20_iterations_whether_the_cpu_pays(speeds, drag, noise):
     accelerators = [256] * (len(speeds) - 1)
     start = TaskMapping((100, *accelerators), 1, (2, 2, 2))
@@ -42,6 +42,30 @@ def test_a_trial_shows_within_20_iterations_whether_the_cpu_pays(speeds, drag, n
     assert ("leave_out" if drag > 1 else "bring_back") in dict(log)
     best = sum(speeds[drag > 1 :])
     assert sum(map(node.seconds, held[-20:])) / 20 <= 1.05 * start.total / best
+
+
+class Settling(Node):
+    """Iterations take longer until memory has grown."""
+
+    left = 20
+
+    def measured(self, mapping):
+        self.left -= 1
+        times = super().measured(mapping)
+        return replace(times, iteration=times.iteration * (1.35 if self.left >= 0 else 1.0))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(("kind", "drag", "pays"), [(Node, 1.75, False), (Settling, 1.3, True)])
+def test_a_trial_that_shows_little_is_confirmed(kind, drag, pays, noise):
+    manager = DynamicResourceManager(TaskMapping((100, 256), 1, (2, 2, 2)), lag=LAG)
+    node = kind([4e3, 1.2e4], drag=drag, noise=noise, reference_threads=2)
+    held, _ = simulate(manager, node, ITERATIONS, LAG)
+    actions = [decision.action for decision in manager.log]
+    assert actions.count("take_out") == actions.count("bring_back") == 1
+    assert manager.leaves_out_cpu != pays
+    assert ("leave_out" in actions) != pays
+    assert (held[-1].cpu_seeds > 0) == pays
 
 
 @pytest.mark.parametrize(("speed", "factor"), [(1.0, 1), (6e3, 6000)])
@@ -217,7 +241,7 @@ def beside_a_slow_cpu():
         trained = [1e-3 * seeds or None for seeds in times.seeds]
         return replace(
             times, sample_cpu=1e-5, load=1e-5, train_cpu=tuple(trained[:1]), train_accelerator=tuple(trained[1:]),
-            iteration=1.0 + times.train_cpu[0] if times.train_cpu[0] else 1.0,
+            iteration=2.0 if times.train_cpu[0] else 1.0,
         )  # fmt: skip
 
     with pytest.MonkeyPatch.context() as monkey:

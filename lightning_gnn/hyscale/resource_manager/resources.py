@@ -31,6 +31,7 @@ MIN_HYBRID_GAIN = 0.03
 """Minimum relative gain of an iteration's time for which the CPU trainers are kept."""
 LEFT_OUT_INTERVAL = 8
 """Iterations between measurements once the CPU trainers are left out."""
+ADVICE = "(in further runs, cpu_trainers=0 also saves their processes)"
 _UNMEASURED = Cost(1e6, 1.0)
 """Cost of a trainer that has not been measured: it gets no seeds."""
 
@@ -196,7 +197,7 @@ class DynamicResourceManager(Recorder):
         before, after = self._seconds
         is_judged = self._move is None or len(before) < 2 or len(after) == TRIAL
         if not is_judged:
-            if len(after) < 3:
+            if len(after) < (TRIAL if self.log[-1].action == "bring_back" else 3):
                 return self._hold("measure what the last change brought")
             clear = 1 + 2 * DEAD_BAND
             is_judged = min(list(after)[1:]) > clear * median(before) or max(after) * clear < median(before)
@@ -237,17 +238,21 @@ class DynamicResourceManager(Recorder):
         return self._change(target, "take_out", f"a trial; {describe_change(self.mapping, target)}")
 
     def _end_trial(self) -> Decision:
-        """Leave the CPU trainers out if iterations without them are not slower; otherwise bring them back."""
+        """Leave the CPU trainers out if iterations with them are clearly slower; otherwise bring them back.
+
+        Unless these are clearly faster, they are compared once more: the first ones are slow while memory grows.
+        """
         assert self._move is not None
         if len(self._seconds[1]) < TRIAL:
             return self._hold("a trial without the CPU trainers")
         together, alone = (median([*each][1:] or each) for each in self._seconds)
-        self._cpu_pays = together < (1 - MIN_HYBRID_GAIN) * alone
+        self._cpu_pays = together < (1 + DEAD_BAND) * alone
         cause = f"{format_ms(alone)} an iteration without the CPU trainers, {format_ms(together)} with them"
         action, target = ("bring_back", self._move.previous) if self._cpu_pays else ("leave_out", self.mapping)
         if not self._cpu_pays:
-            cause += " (in further runs, cpu_trainers=0 also saves their processes)"
-        self._move = None
+            cause += f" {ADVICE}"
+        is_clear = abs(together - alone) >= DEAD_BAND * alone
+        self._move = None if is_clear else _Move(self.mapping, alone, [])
         return self._change(target, action, f"{cause}; {describe_change(self.mapping, target)}")
 
     def _undo(self, now: Estimate) -> Decision | None:
@@ -264,13 +269,14 @@ class DynamicResourceManager(Recorder):
             before, after, margin = move.seconds, now.bottleneck, 0.0
             if move.previous.threads == self.mapping.threads:
                 return None
-        if after < (1 + margin) * before:
+        is_trial = move.previous.cpu_seeds == 0 < self.mapping.cpu_seeds
+        if after < (1 - MIN_HYBRID_GAIN if is_trial else 1 + margin) * before:
             return None
         self._blocked = 2 * self._number, move.times
-        if self._cpu_pays is None and not move.previous.cpu_seeds:  # the same as a trial
-            self._cpu_pays = False
-        cause = f"an iteration takes {format_ms(after)}, before {format_ms(before)}"
-        return self._change(move.previous, "undo", f"{cause}; {describe_change(now.mapping, move.previous)}")
+        cause, action = f"an iteration takes {format_ms(after)}, before {format_ms(before)}", "undo"
+        if is_trial:
+            self._cpu_pays, cause, action = False, f"{cause} {ADVICE}", "leave_out"
+        return self._change(move.previous, action, f"{cause}; {describe_change(now.mapping, move.previous)}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that determines all further decisions, as lists, dicts and numbers."""
