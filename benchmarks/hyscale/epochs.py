@@ -282,6 +282,7 @@ def compare_with_sum(what: str, name: str, hybrid: list[float], together: list[f
     return {
         "what": what,
         "target": 0.95,
+        "unit": "seeds per ms",
         "ours": name,
         "peer": "sum of all trainers alone",
         "medians": [shortened(median(hybrid)), shortened(median(together))],
