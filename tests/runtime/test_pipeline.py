@@ -46,9 +46,12 @@ def test_an_error_comes_at_its_item_with_its_traceback(num_threads):
 def test_dropping_the_iterator_ends_the_threads():
     pipeline = ThreadPrefetcher(lambda task: time.sleep(0.001), range(10_000), 2, ahead=4)
     next(pipeline)
-    assert list_threads()
+    threads = list_threads()
+    assert threads
     del pipeline
     gc.collect()
+    for thread in threads:  # which are not waited for
+        thread.join(PATIENCE)
     assert not list_threads()
 
 

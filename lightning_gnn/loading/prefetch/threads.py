@@ -15,7 +15,7 @@ class ThreadPrefetcher(Prefetcher):
     """Yields ``prepare(task)`` for each task in order; threads prepare a bounded number of them ahead.
 
     An exception in a thread is raised at its task, with the thread's traceback. Closing or dropping the iterator
-    cancels pending tasks and joins the threads.
+    cancels pending tasks; closing it also joins the threads.
 
     Args:
         prepare: Prepares a mini-batch, such as ``MiniBatchPipeline.prepare``; called from several threads.
