@@ -9,6 +9,7 @@ from pathlib import Path
 from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other check keeps forked ranks from using the GPU
 
 import numpy as np
 import torch
