@@ -80,6 +80,13 @@ def test_a_plan_without_the_cpu_is_a_trial(speed, factor):
     assert [decision.action for decision in manager.log].count("take_out") == 1
 
 
+def test_cpu_trainers_without_seeds_are_left_out_from_the_start():
+    manager = DynamicResourceManager(TaskMapping((0, 300, 100), 1), lag=LAG)
+    assert manager.leaves_out_cpu
+    held, _ = simulate(manager, Node([4e3, 1e4, 1e4]), ITERATIONS, LAG)
+    assert held[-1].seeds == (0, 200, 200)
+
+
 class Contended(Node):
     """Each seed of the CPU trainers slows the accelerators down, which no stage time shows."""
 

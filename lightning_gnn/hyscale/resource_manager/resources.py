@@ -110,7 +110,8 @@ class DynamicResourceManager(Recorder):
         self._seconds = deque[float](maxlen=TRIAL), deque[float](maxlen=TRIAL)  # before and after the last change
         self._blocked: tuple[int, list[float]] = (0, [])  # until an observation; the times of the change undone
         self._planned_with: tuple[int, list[float]] = (0, [])  # measurements and stage times of the last planning
-        self._cpu_pays: bool | None = None if 0 < mapping.cpu_trainers < len(mapping.seeds) else True
+        is_mixed = 0 < mapping.cpu_trainers < len(mapping.seeds)
+        self._cpu_pays: bool | None = (None if mapping.cpu_seeds else False) if is_mixed else True
 
     def observe(self, times: IterationTimes) -> Decision:
         """Process the times of one iteration and return a decision.
@@ -143,7 +144,7 @@ class DynamicResourceManager(Recorder):
 
     @property
     def leaves_out_cpu(self) -> bool:
-        """Whether the trial showed that the CPU trainers do not pay: they get no seeds any more."""
+        """Whether CPU trainers get no seeds any more: they began without, so have no times, or the trial was lost."""
         return self._cpu_pays is False
 
     def costs(self) -> NodeCosts | None:
@@ -238,10 +239,7 @@ class DynamicResourceManager(Recorder):
         return self._change(target, "take_out", f"a trial; {describe_change(self.mapping, target)}")
 
     def _end_trial(self) -> Decision:
-        """Leave the CPU trainers out if iterations with them are clearly slower; otherwise bring them back.
-
-        Unless these are clearly faster, they are compared once more: the first ones are slow while memory grows.
-        """
+        """Leave the CPU trainers out if iterations with them are clearly slower; otherwise bring them back."""
         assert self._move is not None
         if len(self._seconds[1]) < TRIAL:
             return self._hold("a trial without the CPU trainers")
@@ -251,6 +249,7 @@ class DynamicResourceManager(Recorder):
         action, target = ("bring_back", self._move.previous) if self._cpu_pays else ("leave_out", self.mapping)
         if not self._cpu_pays:
             cause += f" {ADVICE}"
+        # The first iterations are slow while memory grows, so small differences are measured once more.
         is_clear = abs(together - alone) >= DEAD_BAND * alone
         self._move = None if is_clear else _Move(self.mapping, alone, [])
         return self._change(target, action, f"{cause}; {describe_change(self.mapping, target)}")
