@@ -83,7 +83,10 @@ def test_a_plan_without_the_cpu_is_a_trial(speed, factor):
 def test_cpu_trainers_without_seeds_are_left_out_from_the_start():
     manager = DynamicResourceManager(TaskMapping((0, 300, 100), 1), lag=LAG)
     assert manager.leaves_out_cpu
-    held, _ = simulate(manager, Node([4e3, 1e4, 1e4]), ITERATIONS, LAG)
+    node = Node([4e3, 1e4, 1e4])
+    manager.observe(node.measured(manager.mapping))
+    assert manager.costs() is not None  # which a plan from a profile needs
+    held, _ = simulate(manager, node, ITERATIONS, LAG)
     assert held[-1].seeds == (0, 200, 200)
 
 

@@ -125,7 +125,7 @@ class DynamicResourceManager(Recorder):
         self._number += 1
         old = self._in_flight[0]
         self._in_flight.append(self.mapping)
-        if self.leaves_out_cpu and self._number % LEFT_OUT_INTERVAL:
+        if self.leaves_out_cpu and self._number % LEFT_OUT_INTERVAL != 1:  # the first is measured
             return self._hold("CPU trainers are left out, and planning would slow the accelerators down")
         reason = self._add_measurement(times, old)
         if isinstance(reason, str):
