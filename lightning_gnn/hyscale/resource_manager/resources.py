@@ -31,9 +31,9 @@ MIN_HYBRID_GAIN = 0.03
 """Minimum relative gain of an iteration's time for which the CPU trainers are kept."""
 LEFT_OUT_INTERVAL = 8
 """Iterations between measurements once the CPU trainers are left out."""
-ADVICE = "(in further runs, cpu_trainers=0 also saves their processes)"
 _UNMEASURED = Cost(1e6, 1.0)
 """Cost of a trainer that has not been measured: it gets no seeds."""
+_ADVICE = "(in further runs, cpu_trainers=0 also saves their processes)"
 
 
 def measured_costs(now: Estimate) -> NodeCosts:
@@ -248,7 +248,7 @@ class DynamicResourceManager(Recorder):
         cause = f"{format_ms(alone)} an iteration without the CPU trainers, {format_ms(together)} with them"
         action, target = ("bring_back", self._move.previous) if self._cpu_pays else ("leave_out", self.mapping)
         if not self._cpu_pays:
-            cause += f" {ADVICE}"
+            cause += f" {_ADVICE}"
         # The first iterations are slow while memory grows, so small differences are measured once more.
         is_clear = abs(together - alone) >= DEAD_BAND * alone
         self._move = None if is_clear else _Move(self.mapping, alone, [])
@@ -274,7 +274,7 @@ class DynamicResourceManager(Recorder):
         self._blocked = 2 * self._number, move.times
         cause, action = f"an iteration takes {format_ms(after)}, before {format_ms(before)}", "undo"
         if is_trial:
-            self._cpu_pays, cause, action = False, f"{cause} {ADVICE}", "leave_out"
+            self._cpu_pays, cause, action = False, f"{cause} {_ADVICE}", "leave_out"
         return self._change(move.previous, action, f"{cause}; {describe_change(now.mapping, move.previous)}")
 
     def state_dict(self) -> dict[str, Any]:
