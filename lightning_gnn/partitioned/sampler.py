@@ -82,6 +82,11 @@ class PartitionedSampler(NeighborSampler):
         self._last_edges = threading.local()
         self.check_options()
 
+    @property
+    def is_temporal(self) -> bool:
+        """Whether edges have times, also if a graph with times of nodes has no edges."""
+        return self.time_attr is not None
+
     def _describe_graph(self, weighted: Sequence[int]) -> RemoteCSCGraph | RemoteHeteroCSCGraph:
         partition, by_weight = self.partition, bool(weighted)
 

@@ -216,6 +216,13 @@ def test_any_graph_and_any_options(way, case, plan, parts, seed):
     check_batches(way, case, plan, parts, seed)
 
 
+def test_times_of_nodes_without_edges():
+    nodes = ("d", torch.tensor([0]))
+    options = {"num_neighbors": [-1], "batch_size": 1, "seed": 0, "input_train_nodes": nodes, "input_val_nodes": nodes}
+    data = HeteroData(d={"time": torch.tensor([1]), "num_nodes": 1})
+    check_batches("parts", (data, {**options, "time_attr": "time", "time_window": 1}), None, 2, 0)
+
+
 @pytest.mark.parametrize("way", [pytest.param(way, marks=with_kernels) for way in ON_KERNELS])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(max_examples=8)  # under Triton's interpreter, each takes 20 seconds
