@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytorch_lightning as pl
 import ray.train
 import ray.train.lightning as ray_lightning
 import torch
-from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_gnn.distributed.engines import check_num_ranks
+from lightning_gnn.runtime.lightning import DDPStrategy, pl
 
 
 def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:

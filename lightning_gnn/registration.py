@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from pytorch_lightning.strategies import Strategy, StrategyRegistry
-
 import lightning_gnn.accelerators  # noqa: F401  registers eagerly: Lightning calls static methods of the classes
+from lightning_gnn.runtime.lightning import Strategy, StrategyRegistry
 
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "spawn"}
 """Start methods by strategy suffix, as for Lightning's ``"ddp"``."""

@@ -21,13 +21,16 @@ import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.campaigns import SLICES, fewer_examples, is_of_slice, place_cases, slice_of_commit
+from tests.one_lightning import use_one_package
 from tests.patience import Watch
 
 PROGRAM_FOLDERS = ("cli", "callbacks", "faults")
 """Folders whose tests run whole programs, which makes all of them medium."""
 HANDLERS = pytest.StashKey[dict]()
+use_one_package()
 torch.set_num_threads(1)
-logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+for name in ("pytorch_lightning", "lightning.pytorch"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 # Compilation on first use makes first examples slow; a fixed seed makes failures in CI reproducible.
 settings.register_profile(
     "project", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

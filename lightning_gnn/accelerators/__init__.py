@@ -1,10 +1,7 @@
 """Lightning accelerators, registered by name on ``import lightning_gnn``."""
 
-from pytorch_lightning.accelerators import AcceleratorRegistry
-from pytorch_lightning.strategies import StrategyRegistry
-from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
-
 from lightning_gnn.accelerators.npu import NPUAccelerator, SingleNPUStrategy, patch_connector, why_unavailable
+from lightning_gnn.runtime.lightning import AcceleratorRegistry, StrategyRegistry, _AcceleratorConnector
 
 if NPUAccelerator.name() not in AcceleratorRegistry:
     AcceleratorRegistry.register(NPUAccelerator.name(), NPUAccelerator, description="Ascend NPUs, through torch_npu")

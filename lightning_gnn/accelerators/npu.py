@@ -8,23 +8,27 @@ from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from lightning_fabric.plugins import CheckpointIO
-from lightning_fabric.utilities import device_parser
-from lightning_fabric.utilities.distributed import _init_dist_connection
-from lightning_fabric.utilities.exceptions import MisconfigurationException
-from lightning_fabric.utilities.seed import reset_seed
-from lightning_fabric.utilities.types import _DEVICE
-from pytorch_lightning.accelerators import Accelerator
-from pytorch_lightning.plugins import Precision
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.runtime.devices import collective_backend, match_device
+from lightning_gnn.runtime.lightning import (
+    _DEVICE,
+    Accelerator,
+    CheckpointIO,
+    DDPStrategy,
+    MisconfigurationException,
+    Precision,
+    SingleDeviceStrategy,
+    Strategy,
+    _AcceleratorConnector,
+    _init_dist_connection,
+    device_parser,
+    pl,
+    reset_seed,
+)
 
 _CANN_LIBRARY = "libascendcl.so"  # CANN's runtime library, a dependency of torch_npu
 

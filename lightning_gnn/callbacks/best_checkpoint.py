@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning.callbacks import ModelCheckpoint
+from lightning_gnn.runtime.lightning import ModelCheckpoint
 
 
 class BestCheckpoint(ModelCheckpoint):

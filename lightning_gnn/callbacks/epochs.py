@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import CombinedLoader
 
 from lightning_gnn.loading.batch import LoaderStats
 from lightning_gnn.planning.preparation import edges_of
+from lightning_gnn.runtime.lightning import CombinedLoader, pl
 
 
 @dataclass

@@ -3,12 +3,9 @@
 from inspect import Parameter, signature
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.callbacks import Checkpoint
-from pytorch_lightning.utilities import rank_zero_only
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
@@ -24,6 +21,7 @@ from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.hetero.models import BACK
 from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule
 from lightning_gnn.report.console import console
+from lightning_gnn.runtime.lightning import Checkpoint, check_package, of_package, pl, rank_zero_only
 from lightning_gnn.runtime.urls import cached_path, without_file_scheme
 
 MODES = ("train", "test", "predict")
@@ -241,6 +239,8 @@ def _format(edge_type: EdgeType) -> str:
 def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Build the DataModule and LightningModule of ``task.name``."""
     datamodule, module = TASKS[cfg.task.name](cfg, data)
+    for part in (datamodule, module):
+        check_package(part)
     if type(module).__module__.startswith("lightning_gnn."):  # a user's own module may log any names
         names = (getattr(module, "metric_name", None), *getattr(module, "metric_names", ()), "loss")
         logged = [name for name in names if name is not None]
@@ -285,6 +285,7 @@ def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
     try:
         if ignored := [key for key in kwargs if node.get(key) is not None]:
             raise ValueError(f"{name}.{ignored[0]}={node[ignored[0]]} has no effect, the command sets it; leave it out")
+        _choose_package(node)
         partial = instantiate(node, _partial_=True, _convert_="all")
         arguments = partial.keywords | kwargs
         if arguments.get("dirpath") is not None:  # Lightning would create a folder named "file:"
@@ -299,6 +300,21 @@ def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
     except Exception as error:
         error.__notes__ = [*getattr(error, "__notes__", []), name]  # type: ignore[attr-defined]
         raise
+
+
+def _choose_package(node: Any) -> None:
+    """Replace the classes of Lightning, nested ones too, by those of the package that this process uses."""
+    if isinstance(node, ListConfig):
+        parts = list(node)
+    elif isinstance(node, DictConfig):
+        parts = [node.get(key) for key in node if not OmegaConf.is_interpolation(node, str(key))]
+        target = node.get("_target_")
+        if isinstance(target, str) and of_package(target) != target:
+            node._target_ = of_package(target)
+    else:
+        return
+    for part in parts:
+        _choose_package(part)
 
 
 def _build_module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwargs: Any) -> pl.LightningModule:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.utilities.seed import isolate_rng
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.cli.assemble import build_quiet_trainer, build_task
@@ -15,6 +14,7 @@ from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.planning.choice import AutoDataModule, Choice, Option, choose_run
 from lightning_gnn.report.console import console
 from lightning_gnn.runtime.devices import num_cores
+from lightning_gnn.runtime.lightning import isolate_rng
 
 _CONF = files("lightning_gnn.conf")
 _REPLACED = ("datamodule=auto", "strategy=auto")

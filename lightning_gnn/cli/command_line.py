@@ -18,13 +18,12 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from hydra.utils import to_absolute_path
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
 from lightning_gnn.report.console import console, say
+from lightning_gnn.runtime.lightning import PACKAGE, MisconfigurationException, rank_zero_only
 from lightning_gnn.runtime.messages import REMOVED, removed
 from lightning_gnn.runtime.urls import is_url, without_file_scheme
 
@@ -64,7 +63,7 @@ def _is_ours(error: BaseException) -> bool:
         return True  # a file or disk error, whatever code raised it
     frames = list(traceback.walk_tb(error.__traceback__))
     module = str(frames[-1][0].f_globals.get("__name__", ""))
-    return module.startswith(("lightning_gnn", "pytorch_lightning.callbacks"))
+    return module.startswith(("lightning_gnn", f"{PACKAGE}.callbacks"))
 
 
 def _in_one_line(error: BaseException) -> str:

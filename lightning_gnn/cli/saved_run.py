@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from hydra import compose
 from hydra.core.config_store import ConfigStore
@@ -18,6 +17,7 @@ from hydra.utils import get_original_cwd
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gnn.runtime.checkpoint_io import damage_of
+from lightning_gnn.runtime.lightning import pl
 from lightning_gnn.runtime.messages import REMOVED
 from lightning_gnn.runtime.urls import cached_path
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_gnn import __version__
 
 if TYPE_CHECKING:
-    import pytorch_lightning as pl
+    from lightning_gnn.runtime.lightning import pl
 
 _PACKAGES = {"torch": "torch", "pytorch-lightning": "pytorch-lightning", "PyG": "torch-geometric"}
 

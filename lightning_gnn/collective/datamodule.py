@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 from weakref import WeakSet
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_gnn.collective.batch_schedule import BatchSchedule
@@ -25,6 +23,7 @@ from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.graph.stores import AttributeName, name_of, stores_of
 from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.runtime.devices import num_cores
+from lightning_gnn.runtime.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_gnn.runtime.messages import removed, whole_number
 
 ROUTES = ("auto", "cpu")

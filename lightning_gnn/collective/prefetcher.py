@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
-from pytorch_lightning.utilities import rank_zero_warn
 
 from lightning_gnn.collective.batch_schedule import BatchSchedule, Sizes
 from lightning_gnn.collective.dispatcher import HOST_PER_WORKER, Dispatcher
@@ -25,6 +24,7 @@ from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.loading.prefetch import Prefetcher
 from lightning_gnn.loading.prefetch.lookahead import LookaheadWindow
+from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.runtime.timeline import Timeline
 
 log = logging.getLogger(__name__)

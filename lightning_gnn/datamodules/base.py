@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from pytorch_lightning.trainer.states import TrainerStatus
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import HeteroData
@@ -33,6 +31,7 @@ from lightning_gnn.loading.loaders import LinkLoader, NodeLoader, PipelineLoader
 from lightning_gnn.loading.options import validate_options
 from lightning_gnn.loading.seed_order import EvaluationOrder, TrainingOrder, UnshardedOrder
 from lightning_gnn.nn.inference import FullInference
+from lightning_gnn.runtime.lightning import TrainerStatus, rank_zero_warn
 from lightning_gnn.runtime.messages import OF_NEWER_TORCH, keywords_of, true_or_false, whole_number
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, nonuniform_features
 

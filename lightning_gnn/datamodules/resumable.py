@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
@@ -19,6 +17,7 @@ from lightning_gnn.distributed.exceptions import is_handling_exception
 from lightning_gnn.distributed.stop_on_signal import StopOnSignal
 from lightning_gnn.loading.random_state import random_state, set_random_state
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
+from lightning_gnn.runtime.lightning import _Metadata, _ResultMetric, _Sync, check_package, check_script, pl
 from lightning_gnn.runtime.precision import convert_batches
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
@@ -42,6 +41,20 @@ class ResumableDataModule(pl.LightningDataModule):
 
     share_memory = True
     """Whether the ranks of one machine share one copy of :meth:`large_arrays`."""
+
+    def __init__(self) -> None:
+        check_script()
+        super().__init__()
+
+    @property
+    def trainer(self) -> pl.Trainer | None:
+        """The trainer that this DataModule is attached to."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        check_package(trainer)
+        self._trainer = trainer
 
     def setup(self, stage: str) -> None:
         """Enable atomic checkpoints, stops by signals and precision conversion; share :meth:`large_arrays`."""

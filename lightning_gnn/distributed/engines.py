@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_fabric.plugins import ClusterEnvironment
-from lightning_fabric.utilities.imports import _IS_INTERACTIVE
-from pytorch_lightning.strategies import DDPStrategy
+from lightning_gnn.runtime.lightning import _IS_INTERACTIVE, ClusterEnvironment, DDPStrategy
 
 _ENGINES = {
     "TorchElasticEnvironment": ("torchrun", "--nproc-per-node={}"),

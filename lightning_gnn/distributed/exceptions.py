@@ -10,8 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-import pytorch_lightning as pl
 from torch.distributed import DistError, DistNetworkError
+
+from lightning_gnn.runtime.lightning import pl
 
 _FLUSH_S = 10.0
 """Maximum seconds for loggers and callbacks to finish when the process is ended."""

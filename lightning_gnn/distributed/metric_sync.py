@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +16,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gnn.distributed.mixed_device_group import as_message
 from lightning_gnn.distributed.module_tree import named_parts
+from lightning_gnn.runtime.lightning import pl
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}
 Key = tuple[str, str, int]

@@ -17,13 +17,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning_fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
-from lightning_fabric.utilities.imports import _IS_INTERACTIVE
-from pytorch_lightning.accelerators import Accelerator
-from pytorch_lightning.plugins import Precision
-from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
-from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
@@ -33,6 +26,19 @@ from lightning_gnn.distributed.exceptions import end_process, is_handling_except
 from lightning_gnn.distributed.heartbeat import MIN_RENDEZVOUS, Heartbeats
 from lightning_gnn.distributed.mixed_device_group import as_message
 from lightning_gnn.distributed.notebook_launcher import NotebookLauncher
+from lightning_gnn.runtime.lightning import (
+    _IS_INTERACTIVE,
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    DDPStrategy,
+    ParallelStrategy,
+    Precision,
+    SIGTERMException,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+    check_script,
+)
 from lightning_gnn.runtime.messages import closest, keywords_of
 
 log = logging.getLogger(__name__)
@@ -101,6 +107,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
     """Attributes that a notebook's strategy copies from rank 0's after a run started by the notebook."""
 
     def __init__(self, timeout: timedelta, process_group_backend: str | None, **kwargs: Unpack[RankOptions]) -> None:
+        check_script()
         for name in kwargs.keys() - RankOptions.__annotations__:
             known = keywords_of(type(self)) - keywords_of(DDPStrategy) | {*RankOptions.__annotations__}
             raise TypeError(f"unknown option {name}{closest(name, known)}")

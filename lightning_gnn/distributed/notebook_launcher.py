@@ -17,22 +17,27 @@ from multiprocessing.connection import wait
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NamedTuple
 
-import pytorch_lightning as pl
 import torch
-from lightning_fabric.plugins.environments.lightning import find_free_network_port
-from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loops.loop import _Loop
-from pytorch_lightning.loops.progress import _BaseProgress
-from pytorch_lightning.strategies import ParallelStrategy
-from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
-from pytorch_lightning.trainer.call import _call_and_handle_interrupt, _call_callbacks_state_dict
-from pytorch_lightning.trainer.connectors.signal_connector import _SignalConnector
 from torch import Tensor
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from lightning_gnn.distributed.exceptions import is_communication_error
+from lightning_gnn.runtime.lightning import (
+    PACKAGE,
+    ModelCheckpoint,
+    ParallelStrategy,
+    _BaseProgress,
+    _call_and_handle_interrupt,
+    _call_callbacks_state_dict,
+    _GlobalStateSnapshot,
+    _Loop,
+    _MultiProcessingLauncher,
+    _set_num_threads_if_needed,
+    _SignalConnector,
+    find_free_network_port,
+    pl,
+)
 from lightning_gnn.runtime.mapped_files import LEAST, MappedFiles
 from lightning_gnn.runtime.shared_arrays import file_in_memory
 
@@ -139,10 +144,15 @@ class NotebookLauncher(_MultiProcessingLauncher):
         """Start a rank's process without re-running the notebook's main module."""
         process = multiprocessing.get_context("spawn").Process(target=_run_rank, args=args)
         program, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        given = os.environ.get("LGNN_LIGHTNING")
+        os.environ["LGNN_LIGHTNING"] = PACKAGE  # the process does not run the notebook, whose imports decide
         try:
             process.start()
         finally:
             sys.modules["__main__"] = program
+            del os.environ["LGNN_LIGHTNING"]
+            if given is not None:
+                os.environ["LGNN_LIGHTNING"] = given
         self.procs.append(process)  # type: ignore[arg-type]
 
     def _wait(self) -> tuple[list[int], bool]:

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from lightning_gnn.distributed.loss_weights import Weight, check_consistent, che
 from lightning_gnn.distributed.metric_sync import MetricSync
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
 from lightning_gnn.distributed.stop_on_signal import StopOnSignal
+from lightning_gnn.runtime.lightning import pl
 
 _NO_LOSS, _BY_SHARE, _BY_NUMBER, _SUMMED = range(4)
 """Weighting of a loss: no valid loss; by the share; by a returned number; returned ``"sum"``."""

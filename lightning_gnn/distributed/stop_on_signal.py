@@ -11,15 +11,12 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
-from pytorch_lightning.core.optimizer import do_nothing_closure
-from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_gnn.distributed.mixed_device_group import as_message
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
+from lightning_gnn.runtime.lightning import SIGTERMException, SLURMEnvironment, do_nothing_closure, pl
 
 
 class StopOnSignal(pl.Callback):

@@ -10,12 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.core.optimizer import do_nothing_closure
-from pytorch_lightning.strategies import DDPStrategy, Strategy
-from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -36,6 +31,7 @@ from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOption
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary, StepSync
 from lightning_gnn.distributed.stop_on_signal import StopOnSignal
 from lightning_gnn.runtime.devices import match_device
+from lightning_gnn.runtime.lightning import STEP_OUTPUT, DDPStrategy, Strategy, TrainerFn, do_nothing_closure, pl
 
 log = logging.getLogger(__name__)
 

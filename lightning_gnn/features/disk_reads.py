@@ -15,11 +15,11 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from numba import types
-from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_gnn.features.feature_file import BLOCK_BYTES, FeatureFile
 from lightning_gnn.features.read_queue import DEPTH, QUEUE_BYTES, ReadQueue, set_read, submit, wait
 from lightning_gnn.runtime.devices import num_cores
+from lightning_gnn.runtime.lightning import rank_zero_info
 
 AT_ONCE = 1 << 18  # maximum bytes of one read; a longer row is still read at once
 THREADS = 8  # reader threads if the system lacks read queues; each issues one read at a time

@@ -10,8 +10,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
+
+from lightning_gnn.runtime.lightning import rank_zero_warn
 
 PLACES = ("auto", "device", "shard", "pinned")
 _AUTO_MEMORY_SHARE = 0.5  # "auto" uses this share of free device memory for one kind of data; the model needs the rest

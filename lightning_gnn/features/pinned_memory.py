@@ -14,9 +14,9 @@ from typing import Any
 from weakref import finalize
 
 import torch
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.runtime.shared_arrays import shared_view
 
 # glibc's largest M_MMAP_THRESHOLD: smaller arrays may share their first and last page with others, so they are copied.

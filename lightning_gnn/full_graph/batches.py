@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning_fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -19,6 +18,7 @@ from lightning_gnn.full_graph.labeled_edges import shard_labeled_edges
 from lightning_gnn.full_graph.plan import Ownership, shard_rows
 from lightning_gnn.full_graph.shard import RowShard
 from lightning_gnn.nn.conv.graph import keep_constant
+from lightning_gnn.runtime.lightning import move_data_to_device
 from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.runtime.store import checksum
 

@@ -10,11 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.seed import reset_seed
 from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import Unpack, override
 
@@ -28,6 +25,7 @@ from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.devices import collective_backend
+from lightning_gnn.runtime.lightning import STEP_OUTPUT, pl, reset_seed
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
@@ -37,6 +36,7 @@ from lightning_gnn.gpu_sampling.shards import LocalMachine, ShardedTable, rendez
 from lightning_gnn.gpu_sampling.stream_prefetcher import StreamPrefetching
 from lightning_gnn.graph.stores import AttributeName, name_of, of_edges, of_nodes, stores_of
 from lightning_gnn.loading.batch import Attribute
+from lightning_gnn.runtime.lightning import rank_zero_info, rank_zero_warn
 from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.sampling.neighbor import NeighborSampler
 

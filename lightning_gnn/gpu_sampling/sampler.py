@@ -7,7 +7,6 @@ from dataclasses import replace as changed
 from typing import Any, TypeVar
 
 import torch
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch_geometric.data import Data, HeteroData
@@ -23,6 +22,7 @@ from lightning_gnn.ops.library import runs_triton
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.ops.sample.triton import begin_samples, most_batches, relation_sampler, triton_sampler
 from lightning_gnn.runtime.devices import to_device_async
+from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.runtime.messages import whole_number
 from lightning_gnn.sampling.edge_attributes import NodeTime
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, nonuniform_features

@@ -13,11 +13,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gnn.ops.gather.definition import check_index
 from lightning_gnn.ops.gather.triton import gather_from_shards
+from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.runtime.shared_arrays import which_machine
 
 T = TypeVar("T")

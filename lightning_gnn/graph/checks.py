@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_sparse
 
 from lightning_gnn.features.table import check_finite_rows
 from lightning_gnn.graph.csc import check_ids
+from lightning_gnn.runtime.lightning import rank_zero_info
 from lightning_gnn.runtime.memory_info import total_bytes
 
 _MAX_MAPPED_BYTES = 1 << 30  # larger memory-mapped tables are not checked, as reading them takes too long

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from pytorch_lightning.utilities.model_helpers import is_overridden
-from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
 from lightning_gnn.datamodules.full_batch import FullBatch
 from lightning_gnn.hyscale.options import TrainerSet
 from lightning_gnn.hyscale.sharded_loader import is_shardable
+from lightning_gnn.runtime.lightning import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    is_overridden,
+    is_param_in_hook_signature,
+    pl,
+)
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

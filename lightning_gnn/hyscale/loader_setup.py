@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -51,6 +49,7 @@ from lightning_gnn.hyscale.staged_prefetcher import BatchShare, PipelineSettings
 from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.loading.batch import Batch
 from lightning_gnn.loading.loaders import PipelineLoader, num_workers_of
+from lightning_gnn.runtime.lightning import pl, rank_zero_warn
 
 
 @dataclass(frozen=True)

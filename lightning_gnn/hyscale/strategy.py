@@ -9,13 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.accelerators import CPUAccelerator
-from pytorch_lightning.strategies import DDPStrategy
-from pytorch_lightning.trainer.states import RunningStage
-from pytorch_lightning.utilities import rank_zero_warn
-from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -39,6 +33,7 @@ from lightning_gnn.hyscale.rng_streams import RankRNG
 from lightning_gnn.hyscale.sharded_loader import ShardedDataLoader
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.devices import collective_backend
+from lightning_gnn.runtime.lightning import STEP_OUTPUT, CPUAccelerator, DDPStrategy, RunningStage, pl, rank_zero_warn
 from lightning_gnn.runtime.precision import convert_batches, input_dtype
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch_geometric.data import Data
 from torch_geometric.loader import LinkLoader as PyGLinkLoader
@@ -30,6 +29,7 @@ from lightning_gnn.loading.prefetch.lookahead import Lookahead
 from lightning_gnn.loading.prefetch.protocol import Prefetcher
 from lightning_gnn.loading.prefetch.threads import ThreadPrefetcher
 from lightning_gnn.loading.seed_order import TrainingOrder, mini_batches, sharded_order, unwrap_order
+from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.runtime.messages import keywords_of
 from lightning_gnn.sampling.neighbor import Output
 

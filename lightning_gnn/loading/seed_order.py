@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
-from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler, SequentialSampler
 from typing_extensions import override
 
 from lightning_gnn.loading.batch import Positions
 from lightning_gnn.ops.hashing import batch_key
+from lightning_gnn.runtime.lightning import (
+    DistributedSamplerWrapper,
+    UnrepeatedDistributedSampler,
+    UnrepeatedDistributedSamplerWrapper,
+)
 
 
 class _TensorOrder(ABC):

@@ -11,7 +11,6 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
@@ -25,6 +24,7 @@ from lightning_gnn.nn.models import _InputDropoutGNN
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.aggregate.source_order import aggregate_in_source_order, iter_target_ranges
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
+from lightning_gnn.runtime.lightning import rank_zero_info
 from lightning_gnn.runtime.memory_info import available_bytes
 
 MIN_BLOCK_VERTICES = 2048  # minimum limit of vertices (targets and sources) per block

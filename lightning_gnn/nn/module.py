@@ -5,10 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
@@ -23,6 +20,7 @@ from lightning_gnn.nn.inference import Elsewhere, widen_features
 from lightning_gnn.nn.models import num_layers, trims_exactly
 from lightning_gnn.nn.optimizers import SplitOptimizer, densify_gradients
 from lightning_gnn.nn.sampled_edges import in_sampled_order, moved
+from lightning_gnn.runtime.lightning import check_script, is_overridden, pl, rank_zero_info, rank_zero_warn
 from lightning_gnn.runtime.precision import convert_batches
 
 _COUNTS_BY_TYPE = ("num_sampled_nodes_dict", "num_sampled_edges_dict")
@@ -53,6 +51,7 @@ class GNNModule(pl.LightningModule):
         scheduler: Callable[..., Any] | None = None,
         embeddings: TypeEmbeddings | None = None,
     ) -> None:
+        check_script()
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -14,8 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from pytorch_lightning.utilities import rank_zero_info
-from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import Data, HeteroData
@@ -43,6 +41,7 @@ from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.partitioned.sampler import Connection, EdgeRows, NodeRows, PartitionedSampler
 from lightning_gnn.partitioned.shard import Shard, holders
 from lightning_gnn.partitioned.whole import expanded_zeros, with_topology, without_rows
+from lightning_gnn.runtime.lightning import SIGTERMException, rank_zero_info
 from lightning_gnn.runtime.messages import memory_bytes, true_or_false
 
 ORDERS = ("global", "local")

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import pytorch_lightning as pl
 from torch import Tensor
 
 from lightning_gnn.loading.seed_order import ElasticOrder
+from lightning_gnn.runtime.lightning import pl
 
 
 class Elastic(pl.Callback):

@@ -2,12 +2,11 @@
 
 from typing import Protocol
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import CombinedLoader
 
 from lightning_gnn.planning.limits import product_rate
 from lightning_gnn.runtime.devices import num_cores
+from lightning_gnn.runtime.lightning import CombinedLoader, pl
 
 MIN_BF16_SPEEDUP = 1.3  # speedup of bfloat16 matrix products from which on bf16-mixed is suggested
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import pytorch_lightning as pl
-
 from lightning_gnn.hyscale.options import TrainerSet, measurements_decide
 from lightning_gnn.hyscale.performance_model.workload import Platform
 from lightning_gnn.hyscale.planner.search import NodePlan
 from lightning_gnn.planning.forecast import MIN_GAIN
 from lightning_gnn.planning.hyscale import HybridForecast, measure_node, options_of
+from lightning_gnn.runtime.lightning import pl
 
 _NO_ACCELERATOR = "without an accelerator, the CPU prepares and trains"
 _NOISE = 0.02  # differences at which the simpler DataModule is preferred

@@ -4,13 +4,13 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import pytorch_lightning as pl
 import torch
 
 from lightning_gnn.planning.overlap import Rhythm, rhythm
 from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
 from lightning_gnn.planning.steps import TimedStep, time_steps, time_together
 from lightning_gnn.runtime.devices import is_busy, num_cores
+from lightning_gnn.runtime.lightning import pl
 
 MIN_GAIN = 0.05  # smaller gains, as a fraction of the epoch time, count as noise
 

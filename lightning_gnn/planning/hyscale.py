@@ -7,7 +7,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import yaml
 from rich import box
@@ -40,6 +39,7 @@ from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading.loaders import num_workers_of
 from lightning_gnn.planning.forecast import MIN_GAIN
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
+from lightning_gnn.runtime.lightning import pl
 
 
 @dataclass(frozen=True)

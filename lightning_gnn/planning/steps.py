@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch.autograd.profiler_util import FunctionEvent
+
+from lightning_gnn.runtime.lightning import pl
 
 WARM_UP, TIMED = 2, 6  # number of warm-up and of timed steps; one more step is profiled
 NUM_OVERLAPPED = 16  # steps timed while workers prepare mini-batches

@@ -15,7 +15,7 @@ from rich.console import Console
 from lightning_gnn.runtime.messages import OF_NEWER_TORCH
 
 if TYPE_CHECKING:
-    import pytorch_lightning as pl
+    from lightning_gnn.runtime.lightning import pl
 
 OURS = ("hyscale: ", "collective batching", "persistent sampling")
 """Prefixes of this package's log lines on plans and decisions, which the command shows."""
@@ -48,12 +48,14 @@ def warn(message: str) -> None:
 
 def be_quiet() -> None:
     """Suppress log lines and warnings that a user cannot act on."""
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # repeats the error that it raises
-    ours = logging.getLogger("pytorch_lightning.utilities.rank_zero")  # this package logs plans and decisions here
-    ours.setLevel(logging.INFO)
-    ours.addFilter(_is_ours)
+    # This package logs plans and decisions by rank_zero_info, whose logger is that of the package imported last.
+    for name in ("pytorch_lightning", "lightning.pytorch"):
+        ours = logging.getLogger(f"{name}.utilities.rank_zero")
+        ours.setLevel(logging.INFO)
+        ours.addFilter(_is_ours)
     for message in (
         OF_NEWER_TORCH,
         ".*does not have many workers.*",

@@ -7,13 +7,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from lightning_fabric.plugins import TorchCheckpointIO
-from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_gnn.runtime.files import flush, whole_file
+from lightning_gnn.runtime.lightning import TorchCheckpointIO, _is_local_file_protocol, pl
 
 log = logging.getLogger(__name__)
 

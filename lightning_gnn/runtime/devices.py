@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from pytorch_lightning.plugins import MixedPrecision, Precision
 from torch import Tensor
+
+from lightning_gnn.runtime.lightning import MixedPrecision, Precision
 
 DEVICE_BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 """Backends of ``torch.distributed`` for collectives among accelerators."""

@@ -86,7 +86,7 @@ def _say_of_gpu() -> None:
 
 
 def _is_first_rank() -> bool:
-    from pytorch_lightning.utilities import rank_zero_only
+    from lightning_gnn.runtime.lightning import rank_zero_only
 
     return getattr(rank_zero_only, "rank", 0) in (0, None)
 

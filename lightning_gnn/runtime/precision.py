@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch_geometric.data.data import BaseData
 from torch_geometric.data.storage import recursive_apply
+
+from lightning_gnn.runtime.lightning import pl
 
 
 def convert_batches(trainer: pl.Trainer) -> None:

@@ -23,10 +23,10 @@ from weakref import finalize
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 from torch_geometric.data.data import BaseData
 
+from lightning_gnn.runtime.lightning import rank_zero_info
 from lightning_gnn.runtime.store import say_once
 
 log = logging.getLogger(__name__)

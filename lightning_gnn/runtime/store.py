@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gnn.runtime.files import flush
+from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.runtime.manifest import hashes_of, identity, seal, verify
 
 KINDS = {

@@ -13,14 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import pytorch_lightning as pl
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.utilities import CombinedLoader
 
 from lightning_gnn.cli.assemble import build_data, build_quiet_trainer, build_task, check_config
 from lightning_gnn.cli.choose import choose, is_a, select_datamodule
@@ -40,6 +38,7 @@ from lightning_gnn.planning.hyscale import forecast, print_forecast
 from lightning_gnn.planning.machine import read_machine
 from lightning_gnn.report.console import be_quiet, console, describe
 from lightning_gnn.runtime.devices import num_cores
+from lightning_gnn.runtime.lightning import CombinedLoader, pl
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-import pytorch_lightning as pl
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -13,6 +12,7 @@ from torch_geometric.data import Data
 from lightning_gnn.cli.assemble import build_task
 from lightning_gnn.planning import CPUForecast, machine_limits, measure_run
 from lightning_gnn.planning.report import Option, print_forecast, save_forecast
+from lightning_gnn.runtime.lightning import pl
 
 MakeTrainer = Callable[..., pl.Trainer]
 _OTHER_RESULT = {

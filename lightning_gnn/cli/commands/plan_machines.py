@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import yaml
 from omegaconf import DictConfig
 from rich import box
@@ -26,6 +25,7 @@ from lightning_gnn.planning import CPUForecast
 from lightning_gnn.planning.cluster import Network, Prediction, Work, machine_memory, predict
 from lightning_gnn.planning.cluster_traffic import count_traffic, row_bytes
 from lightning_gnn.planning.preparation import ahead_of
+from lightning_gnn.runtime.lightning import pl
 from lightning_gnn.runtime.messages import memory_bytes, shown
 from lightning_gnn.sampling.neighbor import topology_of
 

@@ -11,13 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import pytorch_lightning as pl
 import torch
 from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor
 
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
@@ -34,6 +32,7 @@ from lightning_gnn.report import collect_metrics, print_table, reporting, write_
 from lightning_gnn.report.console import be_quiet, console, describe, say, warn
 from lightning_gnn.report.pages import write_run_page
 from lightning_gnn.report.runs import write_curves
+from lightning_gnn.runtime.lightning import ModelCheckpoint, WeightAveraging, pl
 from lightning_gnn.runtime.urls import cached_path
 
 CallbackType = TypeVar("CallbackType", bound=pl.Callback)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.sampler import SamplerOutput
@@ -28,6 +27,7 @@ from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
 from lightning_gnn.ops import batch_key
 from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
+from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.runtime.memory_info import available_bytes
 
 _PROBE_KEY = batch_key(1)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_gnn.collective.plan import PREPARATION_STAGES, StageTimes
 from lightning_gnn.hyscale.options import TrainerSet, is_adaptive, replays
@@ -25,6 +24,7 @@ from lightning_gnn.hyscale.resource_manager.resources import MIN_SAMPLING_SHARE,
 from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
+from lightning_gnn.runtime.lightning import rank_zero_info, rank_zero_warn
 from lightning_gnn.runtime.timeline import StepTimer
 from lightning_gnn.runtime.urls import cached_path, local_path
 
