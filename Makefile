@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # A worker that runs out of tests takes over some of another's; slow tests come first.
 PYTEST = $(BIN)/pytest --numprocesses auto --dist worksteal
+OTHER_LIGHTNING = LGNN_LIGHTNING=lightning $(PYTEST) --hypothesis-profile small
 ARGS ?=
 # Tests start hundreds of processes, each of which would compile every module.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,8 +50,11 @@ check: lint
 	$(PYTEST) -m 'not slow and not medium' --hypothesis-profile small $(ARGS)
 
 # Everything, with a quarter of the examples, of the campaigns the slice that the commit chooses; another with ARGS=--slice=3.
+# Then the fast tests of DataModules, strategies and commands with `lightning` in place of `pytorch_lightning`.
 test: lint
 	$(PYTEST) --hypothesis-profile quarter $(ARGS)
+	$(if $(ARGS),,$(OTHER_LIGHTNING) -m 'not slow and not medium' $(addprefix tests/,sampling collective full_graph hyscale runtime))
+	$(if $(ARGS),,$(OTHER_LIGHTNING) -m 'not slow' tests/cli/test_run.py)
 
 test-all: lint
 	$(PYTEST) --slice all $(ARGS)

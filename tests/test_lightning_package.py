@@ -36,6 +36,7 @@ class Module({L}.LightningModule):
 
 data = Data(x=torch.randn(203, 8), y=torch.randint(4, (203,)), edge_index=torch.randint(203, (2, 1000)))
 data.train_mask = torch.arange(203) < 64
+data.val_mask = ~data.train_mask
 
 
 def trainer(**kwargs):
