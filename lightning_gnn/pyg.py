@@ -243,6 +243,9 @@ def _read_topology(data: Data | HeteroData) -> CSCGraph | HeteroCSCGraph:
             raise ValueError(
                 f"PyG's loaders need data[{missing[0]}].edge_index: for its graph use the loaders of lightning_gnn"
             )
+        if sparse := [store for store in data.edge_stores if isinstance(store.get("adj_t"), Tensor)]:
+            name, layout = f"data[{sparse[0]._key}]", sparse[0].adj_t.layout
+            raise ValueError(f"PyG's loaders cannot slice an adj_t with the layout {layout}: use {name}.edge_index")
         return HeteroCSCGraph.from_data(data)
     if data.get("adj") is not None:
         raise ValueError("data.adj is not supported: use data.edge_index")

@@ -175,6 +175,10 @@ def test_seeds_of_a_node_type_are_refused():
             ),
             r"need data\[\('a', 'to', 'a'\)\].edge_index: for its graph use the loaders of lightning_gnn",
         ),
+        (
+            HeteroData({"a": {"num_nodes": 3}, ("a", "to", "a"): {"adj_t": torch.eye(3).to_sparse_csr()}}),
+            r"sparse_csr: use data\[\('a', 'to', 'a'\)\].edge_index",
+        ),
     ],
 )
 def test_refused_graphs(data, message):

@@ -15,11 +15,14 @@ from lightning_gnn.cli.command_line import absolute, check_writable, raise_user_
 from lightning_gnn.cli.predictions import check_format
 from lightning_gnn.cli.saved_run import KeepConfig
 from lightning_gnn.cli.splits import fill_splits, split_links
+from lightning_gnn.cli.targets import is_a, target_of
 from lightning_gnn.datamodules.link import LinkDataModule
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph.hetero import edges_of
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.hetero.models import BACK
 from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule
+from lightning_gnn.partitioned.whole import outline
 from lightning_gnn.report.console import console
 from lightning_gnn.runtime.lightning import Checkpoint, check_package, of_package, pl, rank_zero_only
 from lightning_gnn.runtime.urls import cached_path, without_file_scheme
@@ -91,8 +94,8 @@ def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
 
 def _is_partitioned(cfg: DictConfig) -> bool:
     """Return whether the graph is partitioned; raise a ValueError if ``data`` and ``datamodule`` disagree."""
-    partitioned = str(cfg.datamodule.get("_target_")).endswith(("PartitionedDataModule", "PartitionedLinkDataModule"))
-    if partitioned != str(cfg.data.get("_target_")).endswith("whole.outline"):
+    partitioned = is_a(cfg.datamodule, PartitionedDataModule, PartitionedLinkDataModule)
+    if partitioned != (target_of(cfg.data) is outline):
         raise ValueError(
             "datamodule=partitioned trains only on the graph in datamodule.root: give data=partitioned"
             if partitioned
@@ -109,9 +112,9 @@ def _build_partitioned(cfg: DictConfig, **arguments: Any) -> PartitionedDataModu
 
 
 def _check_links(cfg: DictConfig) -> None:
-    """Raise a ValueError unless the DataModule makes batches of edges."""
-    names = ("LinkDataModule", *["FullGraphDataModule"] * (cfg.task.name == "link"))
-    if not str(cfg.datamodule._target_).endswith(names):
+    """Raise a ValueError if the class of the DataModule does not make batches of edges."""
+    classes = (LinkDataModule, *[FullGraphDataModule] * (cfg.task.name == "link"))
+    if isinstance(target_of(cfg.datamodule), type) and not is_a(cfg.datamodule, *classes):
         raise ValueError(
             f"task={cfg.task.name} trains on batches of edges; use datamodule=link, persistent_link, "
             f"collective_link or partitioned_link{', or full' if cfg.task.name == 'link' else ''}"
@@ -125,7 +128,7 @@ def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
         datamodule = _build_partitioned(cfg)
         return datamodule, _build_module(cfg, data, cfg.model.hidden_channels, target=_saved_link_type(cfg, datamodule))
     edge_type = link_type(cfg, data)
-    full = str(cfg.datamodule._target_).endswith("FullGraphDataModule")  # draws no negatives, so the split has them
+    full = is_a(cfg.datamodule, FullGraphDataModule)  # draws no negatives, so the split has them
     train, *evaluation = split_links(data, edge_type, **cfg.task.split, negatives=full)
     inputs: dict[str, Any] = {"input_train_edges": _labeled_edges(train, edge_type)[0]}
     if full:

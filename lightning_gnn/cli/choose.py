@@ -4,11 +4,11 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.cli.assemble import build_quiet_trainer, build_task
+from lightning_gnn.cli.targets import is_a
 from lightning_gnn.hyscale.performance_model.workload import Platform
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.planning.choice import AutoDataModule, Choice, Option, choose_run
@@ -19,12 +19,6 @@ from lightning_gnn.runtime.lightning import isolate_rng
 _CONF = files("lightning_gnn.conf")
 _REPLACED = ("datamodule=auto", "strategy=auto")
 _NAMES = ("neighbor", "link", "persistent", "collective")
-
-
-def is_a(node: object, cls: type) -> bool:
-    """Return whether a node of the configuration builds a class or a subclass of it."""
-    target = node.get("_target_") if isinstance(node, DictConfig) else None
-    return isinstance(target, str) and issubclass(get_class(target), cls)
 
 
 def select_datamodule(cfg: DictConfig, name: str) -> None:

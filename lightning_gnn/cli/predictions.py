@@ -12,7 +12,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lightning_gnn.cli.command_line import absolute
+from lightning_gnn.cli.targets import target_of
 from lightning_gnn.datasets.hetero_folder import node_folder
+from lightning_gnn.partitioned.whole import outline
 from lightning_gnn.runtime.files import whole_file
 from lightning_gnn.runtime.urls import cached_path
 
@@ -83,7 +85,7 @@ def columns(
 def node_names(cfg: DictConfig, target: str | None, count: int) -> list[str] | None:
     """Read the names of nodes from ``ids.txt``, one per line, in a graph's folder; return None without the file."""
     root = cfg.data.get("root")
-    if root is None or str(cfg.data.get("_target_")).endswith("whole.outline"):  # partitions have no names
+    if root is None or target_of(cfg.data) is outline:  # partitions have no names
         return None
     folder = cached_path(absolute(root))
     path = (folder if target is None else node_folder(folder, target)) / "ids.txt"

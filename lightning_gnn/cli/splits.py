@@ -11,6 +11,7 @@ from torch_geometric.typing import EdgeType
 from torch_geometric.utils import index_to_mask
 
 from lightning_gnn.datamodules.node import as_ids, seeds_in
+from lightning_gnn.graph.adjacency import with_adj_t_values
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import edges_of
 from lightning_gnn.loading.random_state import keyed_random
@@ -66,9 +67,11 @@ def split_links(
     With ``negatives``, the training edges have as many non-links, drawn once; the other splits always have them.
     The sizes are numbers or fractions. By default they are 20,000, 2,000 and 5,000, scaled down to half of the links.
     """
+    data = with_adj_t_values(data)
     if kind is None:
         edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
-        graph: Graph = Data(x=data.x, edge_index=edges)
+        weights = {key: data[key] for key in ("edge_weight", "edge_attr") if data.get(key) is not None}
+        graph: Graph = Data(x=data.x, edge_index=edges, **weights)
         part, reverses = graph, None
     else:
         graph, edges, reverse = copy.copy(data), edges_of(data, kind), (kind[2], f"rev_{kind[1]}", kind[0])

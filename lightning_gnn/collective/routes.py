@@ -14,13 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TypeGuard
+from typing import Any, TypeGuard
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
-from torch_geometric.data.data import BaseData
 
 from lightning_gnn.graph.stores import AttributeName
 from lightning_gnn.loading.batch import BatchTask, PreparedBatch
@@ -28,6 +26,7 @@ from lightning_gnn.loading.collate import Allocator
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.loading.prefetch.lookahead import LookaheadWindow
 from lightning_gnn.nn.sampled_edges import moved
+from lightning_gnn.runtime.any_batch import copy_to, map_tensors
 from lightning_gnn.runtime.devices import new_stream, on_stream, record_stream, works
 from lightning_gnn.runtime.timeline import Clock, Recorder, profiled
 
@@ -58,7 +57,7 @@ class PinnedBuffer:
         address = tensor.untyped_storage().data_ptr()
         return any(block.untyped_storage().data_ptr() == address for block in self._blocks.values())
 
-    def hold(self, batch: BaseData) -> BaseData:
+    def hold(self, batch: Any) -> Any:
         """Copy the tensors of a mini-batch that are not in the buffers yet into them."""
         numbers = count()
 
@@ -68,7 +67,7 @@ class PinnedBuffer:
                 return tensor
             return self.empty(f"#{number}", tensor.shape, tensor.dtype).copy_(tensor)
 
-        return batch.apply(copy_in)
+        return map_tensors(batch, copy_in)
 
 
 class PinnedBufferRing:
@@ -227,7 +226,7 @@ class DeviceRoutes:
         if slot is None or ring is None:
             batch = source.prepared.batch
             if self.device.type != "cpu":
-                batch = moved(batch, lambda batch: batch.to(self.device))
+                batch = moved(batch, lambda batch: copy_to(batch, self.device))
             return DeviceBatch(replace(source.prepared, batch=batch))
         # PyG's apply works in place, and the original is needed for a retry if the device is out of memory.
         batch = copy.copy(source.prepared.batch)
@@ -259,15 +258,17 @@ class DeviceRoutes:
             self._steps.popleft().synchronize()
         if entry.arrival is not None:
             consumer.wait_event(entry.arrival)
-            entry.prepared.batch.apply(lambda value: record_stream(value, consumer))
+            map_tensors(entry.prepared.batch, lambda value: record_stream(value, consumer))
         return entry.prepared
 
-    def _copy_to_device(self, batch: Data, slot: PinnedBuffer, non_blocking: bool) -> Data:
+    def _copy_to_device(self, batch: Any, slot: PinnedBuffer, non_blocking: bool) -> Any:
         if self.device.type == "cpu":
             # Sparse tensors and subclasses are always cloned, as their storage is not inspected.
-            return batch.apply(lambda value: value.clone() if not _is_strided_cpu(value) or slot.owns(value) else value)
+            return map_tensors(
+                batch, lambda value: value.clone() if not _is_strided_cpu(value) or slot.owns(value) else value
+            )
         to_device = partial(Tensor.to, device=self.device, non_blocking=non_blocking)
-        return moved(batch, lambda batch: batch.apply(to_device))
+        return moved(batch, lambda batch: map_tensors(batch, to_device))
 
     def _current_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import BaseSampler
 from torch_geometric.typing import EdgeType, NodeType
 
@@ -22,6 +22,7 @@ from lightning_gnn.datamodules.options import SamplingOptions, StorageOptions
 from lightning_gnn.datamodules.resumable import ResumableDataModule
 from lightning_gnn.features.disk_features import DiskFeatures
 from lightning_gnn.features.table import with_feature_dtype
+from lightning_gnn.graph.adjacency import with_adj_t_values
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import as_times
@@ -95,6 +96,8 @@ class MiniBatchDataModule(ResumableDataModule):
     def _set_graph(self, data: Batch, sampler: BaseSampler | None) -> None:
         """Validate and store the graph and the user's sampler, or a sampler created from the options."""
         sampling, storage = self.sampling_options, self.storage_options
+        if isinstance(data, Data | HeteroData):
+            data = with_adj_t_values(data)
         if is_hetero := isinstance(data, HeteroData):
             check_hetero_data(data, storage.check_features)
         else:

@@ -13,14 +13,17 @@ from lightning_gnn.datasets.topology_files import TOPOLOGY, load_topology
 from lightning_gnn.features.arrays import expect_scattered_reads, load_array, save_arrays
 from lightning_gnn.features.feature_file import refuse_rows
 from lightning_gnn.features.table import FeatureTable
-from lightning_gnn.graph.checks import check_node_data, check_nodes
+from lightning_gnn.graph.adjacency import with_adj_t_values
+from lightning_gnn.graph.checks import check_edge_data, check_node_data, check_nodes
 from lightning_gnn.graph.csc import CSCGraph, check_integers
 from lightning_gnn.runtime.urls import cached_path, local_path
 
 SPLITS = ("train", "val", "test")
+EDGE_ATTRIBUTES = ("edge_weight", "edge_attr")
+_STORED = ("x", "y", "edge_index", "adj_t", "graph", "num_nodes", *EDGE_ATTRIBUTES)
 _EXPECTED = (
-    "x.npy, either indptr.npy and indices.npy or edge_index.npy, and optionally edge_ids.npy, y.npy and "
-    "{train,val,test}_mask.npy or {train,val,test}_idx.npy"
+    "x.npy, either indptr.npy and indices.npy or edge_index.npy, and optionally edge_ids.npy, edge_weight.npy, "
+    "edge_attr.npy, y.npy and {train,val,test}_mask.npy or {train,val,test}_idx.npy"
 )
 
 
@@ -38,6 +41,8 @@ def load_folder(
       edges or more, the result is cached in the user's cache (see ``lgnn cache``) until the file changes.
     - ``y.npy``: class numbers, integers ``[N]`` or ``[N, 1]``, or floats with integral values, where NaN marks an
       unlabeled node and becomes -1. ``labels`` selects other contents.
+    - ``edge_weight.npy`` ``[E]`` and ``edge_attr.npy`` ``[E]`` or ``[E, D]``: edge weights and attributes, in the order
+      of ``edge_index``, or of ``edge_ids``.
     - ``train_mask.npy`` bool ``[N]`` or ``train_idx.npy`` int64 ``[n]``, and ``val_…`` (or ``valid_…``) and ``test_…``.
 
     Args:
@@ -49,8 +54,9 @@ def load_folder(
             ``"numbers"``, ``[N]`` or ``[N, T]``. Ignored for heterogeneous graphs, whose arrays are loaded unchanged.
 
     Returns:
-        ``Data`` with ``x``, ``y`` int64 ``[N]`` (several: unchanged; numbers: floating), the splits under the names of
-        their files (``valid_…`` as ``val_…``) and the topology as ``graph``, a :class:`CSCGraph`; or ``HeteroData``.
+        ``Data`` with ``x``, ``y`` int64 ``[N]`` (several: unchanged; numbers: floating), edge attributes, the splits
+        under the names of their files (``valid_…`` as ``val_…``) and the topology as ``graph``, a :class:`CSCGraph`;
+        or ``HeteroData``.
 
     Raises:
         FileNotFoundError: The folder or a required file is missing.
@@ -66,6 +72,9 @@ def load_folder(
     refuse_rows(root)
     x = load_features(root / "x.npy", mmap)
     data = Data(x=x, graph=load_topology(root, x.size(0), mmap, check, f"x has {x.size(0)} rows, one per node"))
+    for name in EDGE_ATTRIBUTES:
+        if os.path.lexists(root / f"{name}.npy"):
+            data[name] = _read_edge_attribute(root / f"{name}.npy", data.graph.num_edges, mmap)
     path = root / "y.npy"
     if os.path.lexists(path):  # a dangling link is an error, not a missing file
         data.y = _read_labels(path, labels, x.size(0), mmap)
@@ -88,12 +97,15 @@ def save_folder(data: Data, root: str | Path) -> Path:
     """Write a graph to a folder that :func:`load_folder` reads; the folder must not hold a graph yet.
 
     ``data`` has ``x`` float32, float16 or bfloat16 ``[N, F]``, a topology (``edge_index``, ``adj_t`` or ``graph``), and
-    optionally ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64 ``[n]``.
+    optionally ``edge_weight`` ``[E]``, ``edge_attr`` ``[E, D]``, ``y`` ``[N]`` and ``{train,val,test}_mask`` bool
+    ``[N]`` or ``{train,val,test}_idx`` int64 ``[n]``. The values of ``adj_t`` are stored as an edge attribute.
     """
     root = local_path(root)
     check_node_data(data)
+    data = with_adj_t_values(data)
+    check_edge_data(data)
     splits = [f"{split}_{suffix}" for split in SPLITS for suffix in ("mask", "idx") if f"{split}_{suffix}" in data]
-    if unknown := set(data.keys()) - {"x", "y", "edge_index", "adj_t", "graph", "num_nodes", *splits}:
+    if unknown := set(data.keys()) - {*_STORED, *splits}:
         raise ValueError(f"a folder cannot store data.{', data.'.join(sorted(unknown))}; remove it from data first")
     if data.get("x") is None:
         raise ValueError("data has no x: a folder needs features, floating [num_nodes, num_features]")
@@ -101,8 +113,13 @@ def save_folder(data: Data, root: str | Path) -> Path:
     arrays = {name: check_nodes(data[name].detach().cpu(), num_nodes, f"data.{name}") for name in splits}
     if data.get("y") is not None:
         arrays["y"] = class_numbers(data.y.detach().cpu(), num_nodes, "data.y")
+    for name in EDGE_ATTRIBUTES:
+        if data.get(name) is not None:
+            arrays[name] = torch.as_tensor(data[name]).detach().cpu()
     features = FeatureTable(data.x.detach().cpu())
     graph = CSCGraph.from_data(data)
+    if graph.weight is not None or graph.time is not None:
+        raise ValueError("data.graph has times or weights, which are not saved: store weights as data.edge_weight")
     if graph.num_nodes != num_nodes:
         raise ValueError(f"data.graph has {graph.num_nodes} nodes, but data.x has {num_nodes} rows")
     for name in ("x", "edge_index", *TOPOLOGY, *arrays):
@@ -125,6 +142,13 @@ def load_features(path: Path, mmap: bool = True) -> Tensor:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return expect_scattered_reads(values) if mmap else values
+
+
+def _read_edge_attribute(path: Path, num_edges: int, mmap: bool) -> Tensor:
+    values = load_array(path, mmap)
+    if values.dim() == 0 or values.size(0) != num_edges:
+        raise ValueError(f"{path} has the shape {list(values.shape)}, but there are {num_edges} edges")
+    return values
 
 
 def _read_labels(path: Path, labels: Labels, num_nodes: int, mmap: bool) -> Tensor:

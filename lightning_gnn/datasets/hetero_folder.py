@@ -16,6 +16,7 @@ from lightning_gnn.datasets.topology_files import TOPOLOGY, is_cached_sorted, is
 from lightning_gnn.features.arrays import load_array, save_arrays
 from lightning_gnn.features.feature_file import refuse_rows
 from lightning_gnn.features.table import FeatureTable
+from lightning_gnn.graph.adjacency import with_adj_t_values
 from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import CSCGraph, check_edge_index, check_ids
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
@@ -165,7 +166,7 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
     """Write a heterogeneous graph to a folder that :func:`load_hetero_folder` reads, and return the folder.
 
     Node and edge attributes must be tensors or lists of strings; a :class:`CSCGraph` in the attribute ``graph`` is
-    written in CSC order.
+    written in CSC order, as is ``adj_t``, whose values are stored as an edge attribute.
 
     Raises:
         FileExistsError: The folder holds a graph already.
@@ -174,6 +175,7 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
     """
     # Check everything before the first file is written.
     root = local_path(root)
+    data = with_adj_t_values(data)
     if any((root / name).exists() for name in (NODES, EDGES, TYPES)):
         raise FileExistsError(f"{root} holds a graph already; choose an empty folder")
     nodes, edges = data.node_types, data.edge_types
@@ -194,7 +196,11 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
                 texts[f"{folder}/{name}.json"] = json.dumps(value, ensure_ascii=False)
                 continue
             # A topology that is sorted already is written in CSC order.
-            if name == "graph" and isinstance(value, CSCGraph):
+            if name == "adj_t" and value is not None:
+                if "edge_index" in store or "graph" in store:
+                    continue
+                value = CSCGraph.from_adj_t(value, data[store._key[0]].num_nodes)
+            if name in ("graph", "adj_t") and isinstance(value, CSCGraph):
                 arrays |= _get_topology_arrays(store, value)
                 continue
             if name == "num_nodes":

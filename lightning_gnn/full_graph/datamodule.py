@@ -16,6 +16,7 @@ from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
 from lightning_gnn.datamodules.resumable import ResumableDataModule
 from lightning_gnn.features.table import with_feature_dtype
+from lightning_gnn.graph.adjacency import with_adj_t_values
 from lightning_gnn.graph.checks import (
     check_edge_data,
     check_edge_labels,
@@ -120,6 +121,7 @@ class FullGraphDataModule(ResumableDataModule):
         check_node_data(data, true_or_false(check_features, "check_features"), dense=compress)
         self._user_data: weakref.ref[Data] | None = weakref.ref(data)  # has the edge_index that the batch replaces
         topology = CSCGraph.from_data(data)
+        data = with_adj_t_values(data)
         check_edge_data(data)
         data = with_feature_dtype(data, feature_dtype, check_features)
         converted: dict[str, Tensor] = {}
@@ -156,7 +158,7 @@ class FullGraphDataModule(ResumableDataModule):
             if settings is None:  # full inference is used when memory is scarce
                 keep_constant(self.graph, data.get("x"))
             data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"inference": settings}))
-        elif "graph" in data or data.get("edge_index") is None:  # the topology is available in CSC order only
+        elif "graph" in data or "adj_t" in data or data.get("edge_index") is None:  # the topology is in CSC order only
             data = data.clone()
             data.edge_index = topology.to_edge_index()
             for key in ("graph", "adj_t"):

@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_sparse
 
 from lightning_gnn.features.table import check_finite_rows
-from lightning_gnn.graph.csc import check_ids
+from lightning_gnn.graph.csc import check_ids, unexpected_graph
 from lightning_gnn.runtime.lightning import rank_zero_info
 from lightning_gnn.runtime.memory_info import total_bytes
 
@@ -27,8 +27,8 @@ def check_node_data(data: Data, check_features: bool = False, dense: bool = True
     """Check the attributes that training needs; the topology is checked when it is converted."""
     # Check the type of the graph and its number of nodes.
     if not isinstance(data, Data):
-        fix = "; use data.to_homogeneous()" if isinstance(data, HeteroData) else ""
-        raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(data).__name__}{fix}")
+        error = unexpected_graph(data, "a homogeneous torch_geometric.data.Data")
+        raise TypeError(f"{error}; use data.to_homogeneous()") if isinstance(data, HeteroData) else error
     num_nodes = data.num_nodes
     if not isinstance(num_nodes, (Integral, NoneType)):
         raise TypeError(f"data.num_nodes must be a whole number, but is {num_nodes!r}")
@@ -66,9 +66,9 @@ def check_hetero_data(data: HeteroData, check_features: bool = False) -> None:
         part.num_nodes = count
         _check_type(check_node_data, part, f"data[{node_type!r}]", check_features)
     for store in data.edge_stores:
-        if not isinstance(store.get("edge_index"), Tensor):
+        if not isinstance(store.get("edge_index"), Tensor) and store.get("adj_t") is None:
             continue
-        part = Data.from_dict({key: store[key] for key in ("edge_index", *_EDGE_KEYS) if key in store})
+        part = Data.from_dict({key: store[key] for key in ("edge_index", "adj_t", *_EDGE_KEYS) if key in store})
         _check_type(check_edge_data, part, f"data[{store._key}]")
         if check_features:
             _check_type(_check_features, part, f"data[{store._key}]")
@@ -102,12 +102,14 @@ def _check_features(data: Data) -> None:
 
 def check_edge_data(data: Data) -> None:
     """Check the rows of edge attributes; with another number of rows, PyG would copy them whole into mini-batches."""
-    if data.get("edge_index") is None:
+    topology = {key: data[key] for key in ("edge_index", "adj_t") if data.get(key) is not None}
+    if not topology:
         return
+    num_edges = Data.from_dict(topology).num_edges
     for key in _EDGE_KEYS:
         value = data.get(key)
-        if isinstance(value, (Tensor, np.ndarray)) and (value.ndim == 0 or value.shape[0] != data.num_edges):
-            raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {data.num_edges} edges")
+        if isinstance(value, (Tensor, np.ndarray)) and (value.ndim == 0 or value.shape[0] != num_edges):
+            raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {num_edges} edges")
 
 
 def _check_finite(values: Tensor, name: str, kind: str) -> None:

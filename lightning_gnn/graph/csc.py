@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData
 
 from lightning_gnn.features.arrays import load_array, save_arrays
 from lightning_gnn.features.hot_cache import CachedAdjacency
 from lightning_gnn.features.pinned_memory import pin_host_memory
+from lightning_gnn.graph.adjacency import coo_edges, transposed_csr
 from lightning_gnn.graph.edge_attributes import count_parallel, order_by_time, ordered_times, sum_weights, valid_weights
 from lightning_gnn.runtime.memory_info import total_bytes
 from lightning_gnn.runtime.urls import cached_path, local_path
@@ -166,17 +167,34 @@ class CSCGraph:
             ValueError: The topology is missing or invalid.
         """
         if not isinstance(data, Data):
-            raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(data).__name__}")
+            raise unexpected_graph(data, "a homogeneous torch_geometric.data.Data")
         graph = data.get("graph")
         if isinstance(graph, CSCGraph):
             return graph
-        adj_t = data.get("adj_t")
-        if adj_t is not None:
-            rowptr, col = transposed_csr(adj_t)
-            return cls.from_csc(rowptr, narrow(col, rowptr.numel() - 1))
+        if data.get("adj_t") is not None:
+            return cls.from_adj_t(data.adj_t)
         if data.get("edge_index") is None:
             raise ValueError("data has no topology to sample from: set edge_index, adj_t or graph")
         return cls.from_edge_index(data.edge_index, data.num_nodes)
+
+    @classmethod
+    def from_adj_t(cls, adj_t: object, num_sources: int | None = None) -> CSCGraph:
+        """Convert a transposed adjacency matrix, ``[num_nodes, num_sources]``, without its values.
+
+        Args:
+            adj_t: A sparse CSR, CSC or COO tensor, or PyG's ``SparseTensor``. The order of the edges is that of the
+                entries, for CSC that of CSR.
+            num_sources: As for :meth:`from_edge_index`.
+
+        Raises:
+            TypeError, ValueError: The matrix is not sparse, or an id is out of range.
+        """
+        edges = coo_edges(adj_t)
+        if edges is not None:
+            return cls.from_edge_index(edges, adj_t.size(0), num_sources)  # type: ignore[attr-defined]
+        rowptr, col, _ = transposed_csr(adj_t)
+        count = rowptr.numel() - 1 if num_sources is None else num_sources
+        return cls.from_csc(rowptr.cpu(), narrow(col, count).cpu(), num_sources=num_sources)
 
     def with_time(self, time: Tensor, floating: bool = False) -> CSCGraph:
         """Return the graph with edge times; each list is sorted by time (stable).
@@ -321,6 +339,18 @@ class CSCGraph:
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
 
 
+def unexpected_graph(data: object, expected: str) -> TypeError:
+    """Return the error for an object that is not a graph of the expected class."""
+    message = f"expected {expected}, got {type(data).__name__}"
+    if isinstance(data, tuple | list) and any(isinstance(store, FeatureStore | GraphStore) for store in data):
+        message = (
+            f"expected {expected}, got stores of features and of edges, which only PyG's loaders read; they use this "
+            "package's sampler after lightning_gnn.enable_pyg_sampling(): loader = torch_geometric.loader."
+            "NeighborLoader((feature_store, graph_store), …), or likewise PyG's LightningNodeData and LightningLinkData"
+        )
+    return TypeError(message)
+
+
 def count_edges(data: Data | HeteroData) -> int:
     """Return the number of edges, including those of ``graph`` (:class:`CSCGraph`), which PyG does not count."""
     if isinstance(data, HeteroData):
@@ -386,17 +416,6 @@ def transpose(
     row_of_entry = np.repeat(np.arange(indptr.size - 1, dtype=np.int32), np.diff(indptr))
     rows, entries = np.empty(indices.size, np.int32), np.empty(indices.size, np.int64)
     return sort_by_target(row_of_entry, indices, num_columns, rows, entries), rows, entries
-
-
-def transposed_csr(adj_t: object) -> tuple[Tensor, Tensor]:
-    """Return offsets and sources of a transposed adjacency matrix, a sparse CSR tensor or PyG ``SparseTensor``."""
-    if isinstance(adj_t, Tensor) and adj_t.layout == torch.sparse_csr:
-        return adj_t.crow_indices(), adj_t.col_indices()
-    if hasattr(adj_t, "csr"):
-        rowptr, col, _ = adj_t.csr()
-        return rowptr, col
-    kind = f"a tensor of the layout {adj_t.layout}" if isinstance(adj_t, Tensor) else type(adj_t).__name__
-    raise TypeError(f"adj_t must be a torch.sparse_csr tensor (see to_sparse_csr) or a SparseTensor, but is {kind}")
 
 
 def check_csc(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, num_sources: int) -> None:

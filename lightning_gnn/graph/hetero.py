@@ -11,7 +11,7 @@ from torch_geometric.data import HeteroData
 from torch_geometric.data.storage import EdgeStorage
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.graph.csc import CSCGraph, narrow, transposed_csr
+from lightning_gnn.graph.csc import CSCGraph, unexpected_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class HeteroCSCGraph:
             ValueError: The number of nodes of a type is unknown, or edges are invalid.
         """
         if not isinstance(data, HeteroData):
-            raise TypeError(f"expected a torch_geometric.data.HeteroData, got {type(data).__name__}")
+            raise unexpected_graph(data, "a torch_geometric.data.HeteroData")
         sizes = {}
         for node_type in data.metadata()[0]:
             count = data[node_type].num_nodes
@@ -146,10 +146,8 @@ def _convert_store(store: EdgeStorage, num_sources: int, num_targets: int) -> CS
     graph = store.get("graph")
     if isinstance(graph, CSCGraph):
         return graph
-    adj_t = store.get("adj_t")
-    if adj_t is not None:
-        rowptr, col = transposed_csr(adj_t)
-        return CSCGraph.from_csc(rowptr, narrow(col, num_sources), num_sources=num_sources)
+    if store.get("adj_t") is not None:
+        return CSCGraph.from_adj_t(store.adj_t, num_sources)
     edge_index = store.get("edge_index")
     if edge_index is None:
         edge_index = torch.empty((2, 0), dtype=torch.int64)

@@ -29,11 +29,13 @@ def name_of(store: BaseStorage, key: str) -> AttributeName:
 
 def of_nodes(store: BaseStorage, key: str) -> bool:
     """Return whether an attribute has one row per node."""
-    return hasattr(store, "is_node_attr") and bool(store.is_node_attr(key))
+    return key != "adj_t" and hasattr(store, "is_node_attr") and bool(store.is_node_attr(key))
 
 
 def of_edges(store: BaseStorage, key: str) -> bool:
     """Return whether an attribute has one row per edge."""
+    if key == "adj_t":  # PyG cannot compare the dimensions of a SparseTensor
+        return False
     # PyG does not know the edges of a CSCGraph.
     if isinstance(store, EdgeStorage) and isinstance(graph := store.get("graph"), CSCGraph):
         value = store[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch_geometric.data.data import BaseData
 from torch_geometric.data.storage import BaseStorage
 
 from lightning_gnn.nn.sampled_edges import moved
+from lightning_gnn.runtime.any_batch import copy_to, map_tensors
 from lightning_gnn.runtime.devices import new_stream, on_stream, record_stream, works
 
 TRANSFER_DTYPES = (None, "float16", "int8")
@@ -57,10 +59,10 @@ class Transfer:
         self._stream: torch.Stream | None = None
         self._can_pin = self._is_probed = False
 
-    def __call__(self, batch: BaseData) -> BaseData:
-        """Return a homogeneous or heterogeneous PyG batch on the device."""
+    def __call__(self, batch: Any) -> Any:
+        """Return a batch on the device; only PyG graphs are quantized."""
         packed: dict[int, PackedRows] = {}
-        for index, store in enumerate(batch.stores):
+        for index, store in enumerate(batch.stores if isinstance(batch, BaseData) else ()):
             if self._should_pack(store):
                 packed[index] = PackedRows.pack(store[_FEATURES], str(self.dtype))
                 store[_FEATURES] = packed[index].values
@@ -77,24 +79,24 @@ class Transfer:
         rows = store[_FEATURES]
         return isinstance(rows, Tensor) and rows.is_floating_point() and rows.dim() == 2
 
-    def _copy_to_device(self, batch: BaseData) -> BaseData:
+    def _copy_to_device(self, batch: Any) -> Any:
         if self.device.type == "cpu":
-            return batch.to(self.device)
+            return copy_to(batch, self.device)
         if not self._is_probed:
             self._is_probed = True
             self._can_pin = works(lambda: torch.empty(1).pin_memory())
             self._stream = new_stream(self.device)
         if self._can_pin:
-            batch = batch.apply(_pin)
+            batch = map_tensors(batch, _pin)
         if self._stream is None:
-            return batch.to(self.device)
+            return copy_to(batch, self.device)
         with on_stream(self._stream):
-            batch = batch.to(self.device, non_blocking=True)
+            batch = copy_to(batch, self.device, non_blocking=True)
             done = self._stream.record_event()
         done.synchronize()
         # The memory was allocated on this stream, but the consumer's stream uses it.
         consumer = torch.accelerator.current_stream(self.device)
-        return batch.apply(lambda tensor: record_stream(tensor, consumer))
+        return map_tensors(batch, lambda tensor: record_stream(tensor, consumer))
 
 
 def _pin(tensor: Tensor) -> Tensor:

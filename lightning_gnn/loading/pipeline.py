@@ -24,12 +24,15 @@ from torch_geometric.sampler.base import SubgraphType
 from torch_geometric.typing import EdgeType, InputNodes, NodeType
 
 from lightning_gnn.features.disk_features import DiskFeatures
+from lightning_gnn.graph.adjacency import with_adj_t_values
+from lightning_gnn.graph.csc import unexpected_graph
 from lightning_gnn.graph.stores import AttributeName, name_of, of_edges, of_nodes, stores_of
 from lightning_gnn.loading.batch import Attribute, Batch, BatchTask, LoaderStats, PreparedBatch, SampledBatch
 from lightning_gnn.loading.collate import Allocator, Tables, attach_edge_metadata, attach_seed_metadata, collate
 from lightning_gnn.loading.random_state import keyed_random
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.hashing import key_of_part
+from lightning_gnn.runtime.any_batch import map_tensors
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import deferred
 from lightning_gnn.sampling.neighbor import NeighborSampler, OffsetSeedInput, Output, ProcessRank
@@ -98,7 +101,8 @@ class MiniBatchPipeline:
         pin_memory: bool = False,
     ) -> None:
         if not isinstance(data, Data | HeteroData):
-            raise TypeError(f"expected a torch_geometric.data.Data or HeteroData, got {type(data).__name__}")
+            raise unexpected_graph(data, "a torch_geometric.data.Data or HeteroData")
+        data = with_adj_t_values(data)
         if not isinstance(seeds, NodeSamplerInput | EdgeSamplerInput):
             node_type, ids, _ = get_input_nodes(data, seeds)
             seeds = NodeSamplerInput(None, ids, None, node_type)
@@ -155,7 +159,7 @@ class MiniBatchPipeline:
             if self.transform is not None and self.thread_safe and not pending:
                 batch = self._call_user(self.transform, batch, key, _STAGE_TRANSFORM, shard)
         if self.pin_memory and torch.accelerator.is_available():
-            batch = batch.pin_memory()
+            batch = map_tensors(batch, Tensor.pin_memory, lambda graph: graph.pin_memory())
         nodes, edges, seconds = _count_ids(out.node), _count_ids(out.row), time.perf_counter() - start
         return PreparedBatch(batch, sampled.task, key, LoaderStats(1, nodes, edges, sampled.seconds, seconds), pending)
 

@@ -82,9 +82,10 @@ class GNNModule(pl.LightningModule):
 
         Raises:
             TypeError: The batch holds a compressed graph, but layers of the model need an ``edge_index`` tensor; or
-                the dtype of ``x`` differs from the weights.
+                the dtype of ``x`` differs from the weights; or the batch is not a graph.
             ValueError: The batch has no ``x`` or no ``edge_index``.
         """
+        self._check_graph(batch)
         try:
             return self._forward_types(batch) if isinstance(batch, HeteroData) else self._forward_nodes(batch)
         except (RuntimeError, TypeError) as error:
@@ -93,9 +94,7 @@ class GNNModule(pl.LightningModule):
             unexpected = sorted(dtypes - weights, key=str)
             if "type" not in str(error) or not unexpected or len(weights) != 1:
                 raise
-            fix = " or Trainer(precision='64-true')" if unexpected[0] == torch.float64 else ""
-            message = f"x is {unexpected[0]}, but the model's weights are not: use x.to(torch.float32){fix}"
-            raise TypeError(message) from error
+            raise TypeError(_advise_dtype(unexpected[0], *weights)) from error
 
     def _forward_nodes(self, batch: Data) -> Tensor:
         """Return the model's outputs for a homogeneous graph."""
@@ -254,10 +253,19 @@ class GNNModule(pl.LightningModule):
         clipped = densify_gradients(optimizer) if gradient_clip_val else optimizer
         super().configure_gradient_clipping(clipped, gradient_clip_val, gradient_clip_algorithm)
 
+    def _check_graph(self, batch: object) -> None:
+        """Raise a TypeError if the batch is not a graph, such as a dict that a transform returned."""
+        if not isinstance(batch, Data | HeteroData):
+            raise TypeError(
+                f"{type(self).__name__} needs a batch of torch_geometric.data.Data or HeteroData, but got "
+                f"{type(batch).__name__}: let the transform return the graph, or use your own LightningModule"
+            )
+
     def _check_types(
         self, batch: Data | HeteroData, target: NodeType | EdgeType | None, names: Sequence[NodeType]
     ) -> None:
-        """Raise a ValueError if the batch lacks node types of the target, or has types but no target is set."""
+        """Raise an error unless the batch is a graph with the node types of the target, or without types and target."""
+        self._check_graph(batch)
         if isinstance(batch, HeteroData) == (target is None):
             raise ValueError(
                 f"the batch has the node types {', '.join(batch.node_types)}: give {type(self).__name__}(target=…)"
@@ -285,6 +293,18 @@ class GNNModule(pl.LightningModule):
         mean.update(losses.detach(), *(() if weights is None else (weights,)))
         self.log(f"{stage}_loss", mean, on_step=False, on_epoch=True, prog_bar=stage == "val", batch_size=size)
         return loss
+
+
+def _advise_dtype(found: torch.dtype, weights: torch.dtype) -> str:
+    """Return the error message for features of another dtype than the model's weights."""
+    fixes = [f"x.to({weights})"]
+    if torch.float64 in (found, weights):
+        fixes.append("Trainer(precision='64-true')")
+    elif weights == torch.bfloat16:
+        fixes.append("Trainer(precision='bf16-true')")
+    if weights == torch.get_default_dtype() != torch.float32:
+        fixes.append("torch.set_default_dtype(torch.float32) before the model is built")
+    return f"x is {found}, but the model's weights are {weights}: use {' or '.join(fixes)}"
 
 
 def _num_hops(batch: Data | HeteroData) -> int | None:

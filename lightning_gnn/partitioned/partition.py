@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.graph.adjacency import with_adj_t_values
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import HeteroCSCGraph
@@ -79,6 +80,8 @@ def partition_graph(
     """
     for option in gone:
         raise TypeError(removed(f"partition.{option}") or f"partition_graph got an unknown option {option}")
+    if isinstance(data, Data | HeteroData):
+        data = with_adj_t_values(data)
     if isinstance(data, HeteroData):
         check_hetero_data(data, check_features)
     else:

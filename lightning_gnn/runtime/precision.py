@@ -13,14 +13,23 @@ from torch import Tensor
 from torch_geometric.data.data import BaseData
 from torch_geometric.data.storage import recursive_apply
 
-from lightning_gnn.runtime.lightning import pl
+from lightning_gnn.runtime.lightning import pl, rank_zero_warn
 
 
 def convert_batches(trainer: pl.Trainer) -> None:
-    """Make the trainer's precision plugin also convert floating tensors in PyG batches, as ``"64-true"`` needs."""
+    """Make the trainer's precision plugin also convert floating tensors in PyG batches, as ``"64-true"`` needs.
+
+    If parameters are float16, training begins with a warning about an optimizer that would divide by 0.
+    """
     plugin: Any = trainer.precision_plugin
-    if input_dtype(plugin) is not None and not isinstance(plugin.convert_input, _Conversion):
+    dtype = input_dtype(plugin)
+    if dtype is not None and not isinstance(plugin.convert_input, _Conversion):
         plugin.convert_input = _Conversion(plugin.convert_input)
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    model = trainer.lightning_module
+    is_half = dtype == torch.float16 or any(_is_half(value) for value in (model.parameters() if model else ()))
+    if is_half and not any(isinstance(callback, _EpsilonCheck) for callback in callbacks):
+        callbacks.insert(0, _EpsilonCheck())
 
 
 def input_dtype(precision: Any) -> torch.dtype | None:
@@ -43,6 +52,28 @@ def converted(batch: Any, dtype: torch.dtype | None) -> Any:
 
 def _convert_floating(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _is_half(value: Tensor) -> bool:
+    return value.dtype == torch.float16
+
+
+class _EpsilonCheck(pl.Callback):
+    """Warns at the start of training if an optimizer adds an epsilon to divisors that is 0 in their dtype, float16."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check all optimizers, which Lightning creates after the modules are set up."""
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                eps = group.get("eps")
+                rounds_to_zero = isinstance(eps, float) and eps > 0 and not torch.tensor(eps, dtype=torch.float16)
+                if rounds_to_zero and any(map(_is_half, group["params"])):
+                    rank_zero_warn(
+                        f"the parameters are float16, in which eps={eps:g} of {type(optimizer).__name__} is 0: updates "
+                        "may divide by 0, and the model become NaN; use Trainer(precision='16-mixed') or 'bf16-mixed', "
+                        "or an optimizer with eps=1e-4"
+                    )
+                    return
 
 
 class _Conversion:

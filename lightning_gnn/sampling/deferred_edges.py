@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, SupportsIndex
 
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.data import BaseData
 from torch_geometric.data.storage import BaseStorage, EdgeStorage, GlobalStorage
 from torch_geometric.data.view import KeysView
+
+from lightning_gnn.runtime.any_batch import map_tensors
 
 _MOVES = {f"BaseData.{name}.<locals>.<lambda>" for name in ("to", "cpu", "cuda", "pin_memory", "contiguous", "detach")}
 """Functions that PyG's ``Data`` applies to all tensors and that can be postponed."""
@@ -71,8 +73,12 @@ def attach_lazy_e_id(store: BaseStorage, edges: LazyEdgeIds) -> None:
     _change_class(store, deferred_class, edges)
 
 
-def apply_now(batch: Data | HeteroData, function: Callable[[Tensor], Tensor]) -> Data | HeteroData:
+def apply_now(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function that does not move tensors to all tensors of a batch; lazy ids by their positions."""
+    return map_tensors(batch, function, lambda graph: _apply_to_graph(graph, function))
+
+
+def _apply_to_graph(batch: BaseData, function: Callable[[Tensor], Tensor]) -> BaseData:
     for store in batch.stores:
         if type(store) in _DEFERRED_CLASSES.values():
             edges: LazyEdgeIds = vars(store)["_edges"]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.graph.adjacency import with_adj_t_values
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import as_times
 from lightning_gnn.graph.hetero import HeteroCSCGraph
@@ -69,6 +70,8 @@ def with_weights(graph: Graph, data: object, name: str | None) -> Graph:
         return graph
     if graph.is_temporal:
         raise ValueError(f"weighted temporal sampling is not supported: remove weight_attr={name!r} or time_attr")
+    if isinstance(data, Data | HeteroData):
+        data = with_adj_t_values(data)
     if isinstance(data, Data) and isinstance(graph, CSCGraph):
         return graph.with_weight(torch.as_tensor(_get_attribute(data, name)))
     if not isinstance(data, HeteroData) or not isinstance(graph, HeteroCSCGraph):

@@ -4,12 +4,16 @@ import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.features.table import check_finite_rows
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph.checks import check_edge_data, check_edges, check_node_data, check_nodes
+from lightning_gnn.loading import MiniBatchPipeline
+from lightning_gnn.partitioned import partition_graph
+from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 from tests.refusals import refuses
 
@@ -125,3 +129,20 @@ def test_attributes_of_other_edges_are_named(key):
     for kind in (NeighborDataModule, LinkDataModule):
         refuses(ValueError, rf"data.{key} has the shape", kind, data, num_neighbors=[2])
     refuses(ValueError, rf"data.{key} has the shape", FullGraphDataModule, data)
+
+
+READERS = {
+    "neighbor": lambda data: NeighborDataModule(data, num_neighbors=[2]),
+    "link": lambda data: LinkDataModule(data, num_neighbors=[2]),
+    "full": FullGraphDataModule,
+    "sampler": lambda data: NeighborSampler(data, [2]),
+    "pipeline": lambda data: MiniBatchPipeline(data, None),
+    "partition": lambda data: partition_graph(data, "nowhere", 2),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_remote_stores_are_refused_with_what_reads_them(read):
+    stores = (MyFeatureStore(), MyGraphStore())
+    refuses(TypeError, r"lightning_gnn\.enable_pyg_sampling\(\): loader = .*NeighborLoader", read, stores)
+    refuses(TypeError, "got tuple$", read, (1, 2))

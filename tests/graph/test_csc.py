@@ -74,10 +74,12 @@ def test_bad_edges_and_numbers_of_nodes_are_named(edge_index, num_nodes, error, 
     refuses(error, message, CSCGraph.from_edge_index, edge_index, num_nodes)
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_csc, torch.sparse_coo])
-def test_an_adj_t_of_another_layout_is_named(layout):
-    adj_t = torch.eye(3).to_sparse(layout=layout)
-    refuses(TypeError, f"see to_sparse_csr.*layout {layout}", CSCGraph.from_data, Data(adj_t=adj_t, num_nodes=3))
+@pytest.mark.parametrize("adj_t", [torch.eye(4), torch.eye(4).to_sparse_bsr((2, 2))])
+def test_an_adj_t_of_another_layout_is_named(adj_t):
+    data = Data(adj_t=adj_t, num_nodes=4)
+    refuses(TypeError, f"see to_sparse_csr.*layout {adj_t.layout}", CSCGraph.from_data, data)
+    adj_t = torch.sparse_coo_tensor(torch.zeros(3, 1).long(), torch.ones(1), (4, 4, 4))
+    refuses(ValueError, "2 sparse dimensions, .* has 3", CSCGraph.from_data, Data(adj_t=adj_t, num_nodes=4))
 
 
 @pytest.mark.parametrize(

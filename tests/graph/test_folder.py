@@ -258,7 +258,7 @@ X, EDGES = GRAPH.x, GRAPH.edge_index
 @pytest.mark.parametrize(
     ("data", "error", "said"),
     [
-        (Data(x=X, edge_index=EDGES, edge_attr=torch.rand(E)), ValueError, r"cannot store data\.edge_attr"),
+        (Data(x=X, edge_index=EDGES, edge_time=torch.rand(E)), ValueError, r"cannot store data\.edge_time"),
         (Data(edge_index=EDGES, num_nodes=N), ValueError, "data has no x"),
         (Data(x=X), ValueError, "no topology"),
         (Data(x=X, edge_index=EDGES, train_idx=torch.tensor([99])), ValueError, r"data\.train_idx holds node 99"),

@@ -4,6 +4,8 @@ import copy
 import functools
 import itertools
 import pickle
+import re
+import warnings
 
 import pytest
 import pytorch_lightning as pl
@@ -14,6 +16,7 @@ from lightning_gnn import NeighborDataModule, nn
 from lightning_gnn.nn import GCN, RGCN, GraphSAGE, LinkPredictor, NodeClassifier, NodeRegressor
 from lightning_gnn.runtime.precision import convert_batches, converted
 from tests.faults.chains import DATA, DATA_MODULES
+from tests.refusals import refuses
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 WIDTH = DATA.num_features
@@ -174,3 +177,79 @@ def test_a_trainer_that_converts_can_be_pickled_and_one_of_32_bits_is_left_alone
     assert plugin.convert_input({"a": DATA})["a"].x.dtype == torch.float64
     assert DATA.x.dtype == torch.float32
     assert "convert_input" not in vars(other.precision_plugin)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "warns"),
+    [
+        ("16-true", None, "eps=1e-08 of Adam is 0: .*'16-mixed'.* or 'bf16-mixed', or an optimizer with eps=1e-4"),
+        ("16-true", functools.partial(torch.optim.RMSprop, eps=2e-8), "eps=2e-08 of RMSprop"),
+        ("16-true", functools.partial(torch.optim.Adam, eps=1e-4), None),
+        ("16-true", SGD, None),
+        ("bf16-true", None, None),
+        ("32-true", None, None),
+    ],
+)
+def test_an_epsilon_that_is_zero_in_float16_is_warned_of_once(precision, optimizer, warns):
+    module = NodeClassifier(GCN(WIDTH, 8, 2, 5), num_classes=5, optimizer=optimizer)
+    datamodule = NeighborDataModule(DATA, **SIZES)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(precision, limit_train_batches=1, limit_val_batches=0)
+        run.fit(module, datamodule)
+        run.fit_loop.max_epochs = 2
+        run.fit(module, datamodule)
+    found = [str(each.message) for each in caught if "the parameters are float16" in str(each.message)]
+    assert len(found) == (0 if warns is None else 2)  # once for each fit
+    assert all(re.search(warns, message) for message in found)
+    if warns is None and precision == "16-true":
+        assert all(bool(value.isfinite().all()) for value in module.parameters())
+
+
+class PlainModule(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, 5).half()
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch.x.half()).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+def test_a_half_module_of_one_s_own_is_warned_of():
+    with pytest.warns(UserWarning, match="eps=1e-08 of Adam is 0"):
+        trainer("32-true", limit_train_batches=1).fit(PlainModule(), NeighborDataModule(DATA, **SIZES))
+
+
+@pytest.mark.parametrize(
+    ("default", "found", "advice"),
+    [
+        (
+            torch.float64,
+            torch.float32,
+            r"weights are torch.float64: use x.to\(torch.float64\) or .*'64-true'.* or torch.set",
+        ),
+        (torch.float32, torch.float64, r"weights are torch.float32: use x.to\(torch.float32\) or .*'64-true'\)$"),
+        (torch.float32, torch.int64, r"weights are torch.float32: use x.to\(torch.float32\)$"),
+        (torch.bfloat16, torch.float32, r"weights are torch.bfloat16: use x.to\(torch.bfloat16\) or .*'bf16-true'"),
+    ],
+)
+def test_features_of_another_dtype_end_with_advice_that_works(default, found, advice):
+    data = copy.copy(DATA)
+    data.x = DATA.x.to(found)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        module = NodeClassifier(GraphSAGE(WIDTH, 8, 2, 5), num_classes=5)
+        datamodule = NeighborDataModule(data, **SIZES)
+        refuses(TypeError, advice, trainer("32-true", limit_train_batches=1).fit, module, datamodule)
+        data.x = data.x.to(default)
+        quick = {"limit_train_batches": 1, "limit_val_batches": 0}
+        trainer("32-true", **quick).fit(module, NeighborDataModule(data, **SIZES))
+        if "64-true" in advice:
+            data.x = DATA.x.to(found)
+            trainer("64-true", **quick).fit(module, NeighborDataModule(data, **SIZES))
+    finally:
+        torch.set_default_dtype(before)

@@ -21,10 +21,11 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gnn.cli.assemble import build_data, build_quiet_trainer, build_task, check_config
-from lightning_gnn.cli.choose import choose, is_a, select_datamodule
+from lightning_gnn.cli.choose import choose, select_datamodule
 from lightning_gnn.cli.command_line import raise_user_errors, start
 from lightning_gnn.cli.commands.plan_cpu import plan_cpu
 from lightning_gnn.cli.commands.plan_machines import MACHINES, check_machine_options, plan_machines
+from lightning_gnn.cli.targets import is_a
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
