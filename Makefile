@@ -63,6 +63,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.sampling.neighbors $(ARGS)
 	$(BIN)/python -m benchmarks.sampling.typed $(ARGS)
 	$(BIN)/python -m benchmarks.sampling.minibatch $(ARGS)
+	$(BIN)/python -m benchmarks.sampling.negatives $(ARGS)
 	$(BIN)/python -m benchmarks.models.epoch $(ARGS)
 	$(BIN)/python -m benchmarks.models.typed_epoch $(ARGS)
 	$(BIN)/python -m benchmarks.models.time_to_accuracy $(ARGS)

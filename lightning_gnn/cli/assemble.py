@@ -72,7 +72,9 @@ def build_data(cfg: DictConfig) -> Data | HeteroData:
         name = store._key
         if store.get("x") is None and (name is None or cfg.task.get("embeddings") is None):
             of = "" if name is None else f" of {name!r}"
-            fix = "" if name is None else "; task.embeddings=64 trains an embedding for each node"
+            fix = "; task.embeddings=64 trains an embedding for each node"
+            if name is None:
+                fix = "; lgnn convert … random_features=64 writes random ones"
             raise ValueError(f"data: the graph has no node features x{of}, which the models need{fix}")
     return data
 

@@ -18,10 +18,13 @@ from lightning_gnn.datamodules.options import DataModuleOptions
 from lightning_gnn.graph.checks import check_edge_labels, check_edges
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import edges_of
+from lightning_gnn.graph.remote import RemoteCSCGraph, RemoteHeteroCSCGraph
 from lightning_gnn.loading.batch import Batch
 from lightning_gnn.loading.loaders import LinkLoader
 from lightning_gnn.nn.inference import FullInference
-from lightning_gnn.sampling.neighbor import Fanouts
+from lightning_gnn.runtime.messages import true_or_false
+from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler
+from lightning_gnn.sampling.non_edges import FilteredNegatives, KnownEdges, known_edges
 
 _NEGATIVE_OPTIONS = ("neg_sampling", "neg_sampling_ratio")
 
@@ -43,6 +46,11 @@ class LinkDataModule(MiniBatchDataModule):
         neg_sampling: PyG's ``NegativeSampling``, or its mode. It does not apply to evaluation edges with labels, nor to
             prediction.
         neg_sampling_ratio: Alternatively, the number of negatives per training edge (``"binary"``); 0 for none.
+        filter_negatives: Draw the negatives of validation and testing again that are edges of the predicted type: in
+            ``data``, or among the labeled edges of training, validation and testing (except those labeled 0). Times do
+            not matter: a pair that is an edge at any time is none of the negatives. If ``data`` is undirected, neither
+            are reversed labeled edges. Otherwise, as in PyG, negatives are pairs of nodes drawn without a look at the
+            graph, and some are edges; those of training always are.
         batch_size: Edges per mini-batch.
         num_workers: Number of threads that prefetch mini-batches.
         seed: Random seed; by default torch's initial seed.
@@ -96,6 +104,7 @@ class LinkDataModule(MiniBatchDataModule):
         num_neighbors: Fanouts | None = None,
         neg_sampling: NegativeSampling | str | dict[str, Any] | None = None,
         neg_sampling_ratio: float | None = None,
+        filter_negatives: bool = False,
         batch_size: int = 1,
         num_workers: int = 0,
         seed: int | None = None,
@@ -120,10 +129,12 @@ class LinkDataModule(MiniBatchDataModule):
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         self._edges: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         self._types: dict[str, EdgeType | None] = {}
+        self._sizes: dict[EdgeType | None, tuple[int, int]] = {}
         self._times: dict[str, Tensor | None] = {}
         ends = {}
         for (stage, (edges, labels)), time in zip(given.items(), times, strict=True):
             self._types[stage], edges, ends[stage] = _resolve_edges(data, edges, stage)
+            self._sizes[self._types[stage]] = ends[stage]
             self._edges[stage] = valid, _ = _as_edges(edges, labels, ends[stage], stage)
             count = None if valid is None else valid.size(1)
             self._times[stage] = None if time is None else self._validate_times(stage, time, count, "edges")
@@ -141,6 +152,30 @@ class LinkDataModule(MiniBatchDataModule):
             raise ValueError(f"eval_loader_kwargs: {min(own)} has no effect: the evaluation edges have labels")
         if self.neg_sampling is not None and self.neg_sampling.is_triplet() and input_train_labels is not None:
             raise ValueError("input_train_labels cannot be used with triplets, whose edges are all positive; omit it")
+        self.filter_negatives = true_or_false(filter_negatives, "filter_negatives")
+        self._known: dict[EdgeType | None, KnownEdges] = {}
+        if self.filter_negatives:
+            self._check_filter([labels is None for labels in evaluated])
+
+    def _check_filter(self, are_sampled: list[bool]) -> None:
+        """Raise a ValueError if ``filter_negatives`` has no effect: ``are_sampled`` for each stage of evaluation."""
+        sampler = self.eval_graph_sampler
+        if not isinstance(sampler, NeighborSampler):
+            raise ValueError(
+                f"filter_negatives=True needs a sampler of this package, but link_sampler is {type(sampler).__name__}, "
+                "which draws its own negatives; leave one of them out"
+            )
+        if isinstance(sampler.whole_graph, RemoteCSCGraph | RemoteHeteroCSCGraph):
+            raise ValueError("filter_negatives=True needs all edges on each rank; set topology='whole'")
+        reason = None
+        if self.eval_neg_sampling is None:
+            reason = "neg_sampling is missing"
+        elif not are_sampled:
+            reason = "there are no validation or test edges"
+        elif not any(are_sampled):
+            reason = "the evaluation edges have labels, so no negatives are sampled for them"
+        if reason is not None:
+            raise ValueError(f"filter_negatives=True has no effect: {reason}")
 
     def large_arrays(self) -> dict[str, object]:
         """Return graph, features and labeled edges, by name."""
@@ -176,16 +211,35 @@ class LinkDataModule(MiniBatchDataModule):
         edges, labels = self._edges[stage]
         assert edges is not None
         neg_sampling = self.neg_sampling if stage == "train" else self.eval_neg_sampling
-        without_negatives = stage == "predict" or (stage != "train" and labels is not None)
+        if stage == "predict" or (stage != "train" and labels is not None):
+            neg_sampling = None
+        if stage != "train" and self.filter_negatives and neg_sampling is not None:
+            neg_sampling = FilteredNegatives(neg_sampling, self._known_edges(self._types[stage]))
         return LinkLoader(
             data,
             sampler,
             edge_label_index=edges if self._types[stage] is None else (self._types[stage], edges),
             edge_label=labels,
             **({} if self._times[stage] is None else {"edge_label_time": self._times[stage]}),
-            neg_sampling=None if without_negatives else neg_sampling,
+            neg_sampling=neg_sampling,
             **self.loader_arguments(stage, edges.size(1)) | options,
         )
+
+    def _known_edges(self, edge_type: EdgeType | None) -> KnownEdges:
+        """Return the edges of a type that are no negatives in evaluation."""
+        if edge_type not in self._known:
+            # Labels of 0 mark edges that are known not to exist; edges to predict are not known.
+            labeled = [
+                edges if labels is None else edges[:, (labels != 0).reshape(edges.size(1), -1).any(1)]
+                for stage, (edges, labels) in self._edges.items()
+                if edges is not None and stage != "predict" and self._types[stage] == edge_type
+            ]
+            graph: Any = self.graph_sampler.whole_graph
+            relation = graph if edge_type is None else graph.relations.get(edge_type)
+            self._known[edge_type] = known_edges(
+                relation, labeled, self._sizes[edge_type], edge_type is None or edge_type[0] == edge_type[-1]
+            )
+        return self._known[edge_type]
 
 
 def _resolve_edges(data: Data | HeteroData, given: Any, stage: str) -> tuple[EdgeType | None, Any, tuple[int, int]]:

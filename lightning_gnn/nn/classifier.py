@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.typing import NodeType
-from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MultilabelF1Score
 
 from lightning_gnn.nn.embeddings import TypeEmbeddings
+from lightning_gnn.nn.metrics import log_odds
 from lightning_gnn.nn.node_module import NodeModule
 
 LOGGED_STAGES = ("train", "val", "test")
@@ -83,8 +83,6 @@ class NodeClassifier(NodeModule):
             class_weights = [float(weight) for weight in class_weights]
             if len(class_weights) != num_classes or not all(0 < weight < math.inf for weight in class_weights):
                 raise ValueError(f"class_weights must be {num_classes} positive numbers, got {class_weights}")
-            if kind == "multiclass":
-                self.val_loss, self.test_loss = _WeightedMean(), _WeightedMean()
         # Exclude objects, so that checkpoints can be loaded with weights_only=True.
         self.save_hyperparameters(ignore=["model", "optimizer", "scheduler", "embeddings"])
         self.num_classes = num_classes
@@ -104,6 +102,10 @@ class NodeClassifier(NodeModule):
         # Any increasing map with 1/2 at 0 works for labels; a sigmoid would round large outputs to ties at 1.
         rows = rows.float()
         return rows.softmax(1) if self.kind == "multiclass" else (F.softsign(rows) + 1) / 2
+
+    def _to_ranked(self, rows: Tensor) -> Tensor:
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return log_odds(rows) if self.kind == "multiclass" else rows
 
     def _compute_losses(self, rows: Tensor, labels: Tensor) -> Tensor:
         weights = self.class_weights
@@ -150,22 +152,3 @@ class NodeClassifier(NodeModule):
                         f"{hint if value == -1 else ''}"
                     )
         return labels
-
-
-class _WeightedMean(Metric):
-    """Sum of losses divided by the sum of weights; torchmetrics' mean ignores weights if NaN values pass through."""
-
-    losses: Tensor
-    weights: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("losses", torch.tensor(0.0), "sum")
-        self.add_state("weights", torch.tensor(0.0), "sum")
-
-    def update(self, losses: Tensor, weights: Tensor) -> None:
-        self.losses += losses.sum()
-        self.weights += weights.sum()
-
-    def compute(self) -> Tensor:
-        return self.losses / self.weights

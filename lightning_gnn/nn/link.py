@@ -11,13 +11,12 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType
 from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
-from torchmetrics.retrieval import RetrievalHitRate, RetrievalMRR, RetrievalRecall
 
 from lightning_gnn.nn.embeddings import TypeEmbeddings
+from lightning_gnn.nn.metrics import RankedByOutputs, WeightedMean, mean_ranks
 from lightning_gnn.nn.module import GNNModule
 
-_RANKING_METRICS = {"hits": RetrievalHitRate, "recall": RetrievalRecall}
-_MAX_QUERIES_PER_RANK = 1 << 40  # maximum queries per rank and epoch; makes query ids unique across ranks
+_TOP = re.compile(r"(?:hits|recall)@([1-9]\d*)")
 
 
 class LinkPredictor(GNNModule):
@@ -26,13 +25,15 @@ class LinkPredictor(GNNModule):
     The loss is binary cross-entropy with the dot product as logit (the graph auto-encoder of Kipf and Welling, 2016,
     arXiv:1611.07308). It works on the batches of PyG's ``LinkNeighborLoader`` and on full graphs (``RandomLinkSplit``):
 
-    - binary: ``edge_label_index`` ``[2, P]`` int64 and ``edge_label`` ``[P]``, 1 for links and 0 for non-links;
+    - binary: ``edge_label_index`` ``[2, P]`` int64 and ``edge_label`` ``[P]``, 1 for links and 0 for negatives;
     - triplet: ``src_index`` ``[P]``, ``dst_pos_index`` ``[P]`` and ``dst_neg_index`` ``[P]`` or ``[P, K]``, int64.
 
     Logged values, weighted by the number of labeled edges: ``train_loss`` (``train_loss_step``,
-    ``train_loss_epoch``), ``val_loss``, ``test_loss`` and the ``metrics``, which are exact and store an epoch's scores
-    in memory. All metrics except ``"auc"`` rank each link among K non-links with the same source. They need triplets,
-    ``neg_sampling=NegativeSampling("triplet", amount=K)``, and no labels. Checkpoints do not contain the model object:
+    ``train_loss_epoch``), ``val_loss``, ``test_loss`` and the ``metrics``, which are exact; ``"auc"`` stores an epoch's
+    scores in memory. All others rank each link among its K negatives, which have the same source. They need triplets,
+    ``neg_sampling=NegativeSampling("triplet", amount=K)``, and no labels. Dot products are computed and compared in
+    float32 at least, also where the model runs in 16 bits. Among equal scores, the rank is the mean of the best and the
+    worst one, as in OGB's evaluators, and a NaN ranks last. Checkpoints do not contain the model object:
     ``LinkPredictor.load_from_checkpoint(path, model=model)``.
     :class:`~lightning_gnn.nn.GNNModule` documents the other arguments.
 
@@ -40,7 +41,8 @@ class LinkPredictor(GNNModule):
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to node embeddings ``[N, D]``.
         target: The edge type to predict, ``(source, name, target)``, for heterogeneous graphs.
         metrics: Validation and test metrics: ``"auc"``, ``"mrr"`` (mean reciprocal rank), ``"hits@10"``,
-            ``"recall@10"`` with any number; logged as ``val_auc``, ``val_mrr``, ``val_hits@10``.
+            ``"recall@10"`` with any number; logged as ``val_auc``, ``val_mrr``, ``val_hits@10``. As each
+            ranking has one link, its hits and recall are equal.
 
     Raises:
         ValueError: An argument is out of range; at the first batch: features or labeled edges are missing, empty or
@@ -70,7 +72,6 @@ class LinkPredictor(GNNModule):
         for stage in ("val", "test"):
             for name in metrics:
                 setattr(self, f"{stage}_{name}", _create_metric(name))
-        self._queries = 0
 
     def training_step(self, batch: Data | HeteroData, batch_idx: int) -> Tensor:
         """Return the mean binary cross-entropy of the batch's labeled edges."""
@@ -96,30 +97,30 @@ class LinkPredictor(GNNModule):
     def _evaluate(self, batch: Data | HeteroData, stage: str) -> None:
         losses, scores, labels = self._step(batch, stage)
         self._log_loss(stage, losses)
-        # The metrics need scores in (0, 1). Any increasing map preserves curves and ranks; a sigmoid would round large
-        # scores to ties at 1.
-        scores, labels = (F.softsign(scores.detach()) + 1) / 2, labels.long()
+        scores = scores.detach()
+        ranked = [name for name in self.metric_names if name != "auc"]
+        ranks = self._rank_links(batch, scores, ranked[0]) if ranked else None
         for name in self.metric_names:
             metric: Metric = getattr(self, f"{stage}_{name}")
-            extra = {} if name == "auc" else {"indexes": self._assign_query_ids(batch, scores, name)}
-            metric.update(scores, labels, **extra)
+            if name == "auc":
+                metric.update(scores, labels.long())
+            else:
+                assert ranks is not None
+                metric.update(_reward(name, ranks))
             size, shown = scores.size(0), stage == "val" or name == "auc"
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=shown, batch_size=size)
-        self._queries += scores.size(0)
 
-    def _assign_query_ids(self, batch: Data | HeteroData, scores: Tensor, name: str) -> Tensor:
-        """Return the query id of each score; ids are unique across batches and ranks."""
+    def _rank_links(self, batch: Data | HeteroData, scores: Tensor, name: str) -> Tensor:
+        """Return the rank of each link among its negatives, ``[P]``; ``scores`` are those of links, then negatives."""
         source, *_ = self._get_stores(batch)[1:]
         links = source.get("src_index")
         if links is None:
             raise ValueError(
-                f"{name} ranks a link among non-links of the same source, which the batch does not contain; "
+                f"{name} ranks a link among negatives of the same source, which the batch does not contain; "
                 'give the DataModule neg_sampling=NegativeSampling("triplet", amount=…), and no labels'
             )
         count = links.size(0)
-        index = torch.arange(count, device=scores.device)
-        first = self._queries + _MAX_QUERIES_PER_RANK * self.global_rank
-        return first + torch.cat([index, index.repeat_interleave(scores.size(0) // count - 1)])
+        return mean_ranks(scores[:count], scores[count:].view(count, -1))
 
     def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, logit and label of each labeled edge, ``[P]``."""
@@ -127,7 +128,7 @@ class LinkPredictor(GNNModule):
         if labels is None:
             raise ValueError(
                 "the batch has 'edge_label_index' but no 'edge_label': give the loader labels or neg_sampling, "
-                "since training needs non-links as well"
+                "since training needs negatives as well"
             )
         if source.numel() == 0:
             raise ValueError(f"the {stage} batch has no labeled edges")
@@ -149,7 +150,10 @@ class LinkPredictor(GNNModule):
         if self.target is None and (gather := batch.get("gather_endpoints")) is not None:
             z = gather(z)  # from this rank's nodes to those of its labeled edges
         left, right = (z, z) if self.target is None else (z[self.target[0]], z[self.target[-1]])
-        scores: Tensor = (left[source.to(left.device)] * right[target.to(right.device)]).sum(dim=-1)
+        # Products in 16 bits would round different scores to ties.
+        dtype = torch.promote_types(left.dtype, torch.float32)
+        ends = left[source.to(left.device)].to(dtype), right[target.to(right.device)].to(dtype)
+        scores: Tensor = (ends[0] * ends[1]).sum(dim=-1)
         return scores.to(source.device)
 
     def _get_stores(self, batch: Data | HeteroData) -> tuple[Any, Any, Any]:
@@ -181,14 +185,20 @@ class LinkPredictor(GNNModule):
         return sources, torch.cat([positive, negative.flatten()]), labels
 
 
+class _AUC(RankedByOutputs, BinaryAUROC):
+    """The area under the ROC curve of logits."""
+
+
 def _create_metric(name: str) -> Metric:
     """Build a metric from its name."""
     if name == "auc":
-        return BinaryAUROC(validate_args=False)
-    if name == "mrr":
-        return RetrievalMRR()
-    match = re.fullmatch(r"(hits|recall)@([1-9]\d*)", name)
-    if match is None:
+        return _AUC(validate_args=False)
+    if name != "mrr" and _TOP.fullmatch(name) is None:
         raise ValueError(f"metrics: {name!r} is unknown; use auc, mrr, hits@10 or recall@10 with any number")
-    metric: Metric = _RANKING_METRICS[match[1]](top_k=int(match[2]))
-    return metric
+    return WeightedMean()
+
+
+def _reward(name: str, ranks: Tensor) -> Tensor:
+    """Return the value of each link, ``[P]``, whose mean is the metric."""
+    match = _TOP.fullmatch(name)
+    return 1 / ranks if match is None else (ranks <= int(match[1])).to(ranks.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn.conv import unfused_layers
@@ -17,12 +17,18 @@ from lightning_gnn.nn.conv.fused import FUSED_ON
 from lightning_gnn.nn.conv.graph import check_takes_graph, is_graph
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.inference import Elsewhere, widen_features
+from lightning_gnn.nn.metrics import WeightedMean
 from lightning_gnn.nn.models import num_layers, trims_exactly
 from lightning_gnn.nn.optimizers import SplitOptimizer, densify_gradients
 from lightning_gnn.nn.sampled_edges import in_sampled_order, moved
 from lightning_gnn.runtime.lightning import check_script, is_overridden, pl, rank_zero_info, rank_zero_warn
 from lightning_gnn.runtime.precision import convert_batches
 
+_TRAIN_FEATURES = (
+    ": add features, or train an embedding of each node, which the module owns and the graph shares (before the "
+    "DataModule is created): data.x = module.x = torch.nn.Parameter(torch.randn(data.num_nodes, 64)), where module is "
+    "the {module}, whose model takes 64 features"
+)
 _COUNTS_BY_TYPE = ("num_sampled_nodes_dict", "num_sampled_edges_dict")
 
 
@@ -67,10 +73,7 @@ class GNNModule(pl.LightningModule):
         self._scheduler = scheduler
         self._forward_arguments = frozenset(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)
         self._checked: set[str] = set()
-        # "disable" passes a NaN on to EarlyStopping and the user; the default drops it, and checking for it
-        # synchronizes the device. torchmetrics 1.9 then ignores weights, so update it with one loss per node.
-        self.val_loss: Metric = MeanMetric(nan_strategy="disable")
-        self.test_loss: Metric = MeanMetric(nan_strategy="disable")
+        self.val_loss, self.test_loss = WeightedMean(), WeightedMean()
 
     def forward(self, batch: Data | HeteroData) -> Any:
         """Return the model's outputs for the batch's first nodes, seeds first; by node type for a heterogeneous graph.
@@ -101,7 +104,8 @@ class GNNModule(pl.LightningModule):
         # Check the batch, and warn if the numbers of hops and layers differ.
         for name in ("x", "edge_index"):
             if batch.get(name) is None:
-                raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
+                fix = _TRAIN_FEATURES.format(module=type(self).__name__) if name == "x" else ""
+                raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}{fix}")
         self._check_hops(batch)
         self._log_unfused(batch)
         # Pass only arguments that the model takes.
@@ -199,6 +203,14 @@ class GNNModule(pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Make the trainer convert PyG batches to its precision, like tensors."""
         convert_batches(self.trainer)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GNNModule":
+        """Move or convert the module; metrics stay in 32 bits, since a sum of ones in bfloat16 ends at 256."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for part in self.modules():
+            if isinstance(part, Metric):
+                part._apply(_widen)
+        return self
 
     def _call_batch_hook(self, hook_name: str, *args: Any) -> Any:
         """Move a batch; check that its edges are as sampled before the move, which avoids a device synchronization."""
@@ -305,6 +317,10 @@ def _advise_dtype(found: torch.dtype, weights: torch.dtype) -> str:
     if weights == torch.get_default_dtype() != torch.float32:
         fixes.append("torch.set_default_dtype(torch.float32) before the model is built")
     return f"x is {found}, but the model's weights are {weights}: use {' or '.join(fixes)}"
+
+
+def _widen(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
 def _num_hops(batch: Data | HeteroData) -> int | None:

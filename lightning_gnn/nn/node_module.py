@@ -9,7 +9,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import NodeType
 from torchmetrics import Metric
 
-from lightning_gnn.nn.metrics import MetricTask, named_metric
+from lightning_gnn.nn.metrics import MetricTask, RankedByOutputs, TopAccuracy, named_metric
 from lightning_gnn.nn.module import GNNModule
 
 
@@ -54,6 +54,10 @@ class NodeModule(GNNModule):
 
     def _to_scores(self, rows: Tensor) -> Tensor:
         """Return outputs for the named metrics: scores from 0 to 1 if labels are classes."""
+        return rows
+
+    def _to_ranked(self, rows: Tensor) -> Tensor:
+        """Return outputs for curves over all nodes, which compare them: different ones must not become ties."""
         return rows
 
     def _labels(self, y: Tensor, nodes: slice | Tensor, stage: str) -> Tensor:
@@ -105,15 +109,17 @@ class NodeModule(GNNModule):
         name, size = f"{stage}_{self.metric_name}", labels.size(0)
         self.log(name, metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)
         if stage != "train" and self.metric_names:
-            self._log_named(stage, self._to_scores(rows.detach()), labels)
+            self._log_named(stage, rows.detach(), labels)
         weights = self._weights(labels)
         loss = self._log_loss(stage, self._compute_losses(rows, labels), weights)
         return loss, size if weights is None else weights.sum()
 
-    def _log_named(self, stage: str, shares: Tensor, labels: Tensor) -> None:
+    def _log_named(self, stage: str, rows: Tensor, labels: Tensor) -> None:
+        scores, ranked = self._to_scores(rows), self._to_ranked(rows)
         for name in self.metric_names:
             metric: Metric = getattr(self, f"{stage}_{name}")
-            metric.update(shares, labels)
+            is_top, is_curve = isinstance(metric, TopAccuracy), isinstance(metric, RankedByOutputs)
+            metric.update(rows if is_top else ranked if is_curve else scores, labels)
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, batch_size=labels.size(0))
 
 
@@ -128,9 +134,10 @@ def _labeled_nodes(batch: Any, stage: str) -> slice | Tensor:
             f"the batch has neither 'batch_size' (mini-batch) nor '{stage}_mask' (full graph), "
             f"only {sorted(batch.keys())}"
         )
-    if mask.dtype != torch.bool or mask.dim() != 1 or mask.size(0) != batch.num_nodes:
+    count = mask.numel() if batch.num_nodes is None else batch.num_nodes  # unknown without x, which forward names
+    if mask.dtype != torch.bool or mask.dim() != 1 or mask.size(0) != count:
         raise ValueError(
-            f"{stage}_mask must be a bool tensor [{batch.num_nodes}], got {mask.dtype} {list(mask.shape)}; "
+            f"{stage}_mask must be a bool tensor [{count}], got {mask.dtype} {list(mask.shape)}; "
             f"select one column of several splits"
         )
     nodes: Tensor = mask.nonzero().view(-1)

@@ -43,6 +43,7 @@ from lightning_gnn.ops.sample.hetero import fanouts_by_type
 from lightning_gnn.sampling.blocks import SEMANTICS
 from lightning_gnn.sampling.deferred_edges import LazyEdgeIds, has_lazy_e_id
 from lightning_gnn.sampling.edge_attributes import NodeTime, with_times, with_weights
+from lightning_gnn.sampling.non_edges import FilteredNegatives, draw_non_edges
 from lightning_gnn.sampling.seed_edges import check_reverse, without_seed_edges
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]
@@ -259,13 +260,19 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         if neg_sampling is not None and self.node_time is not None and inputs.time is None:
             raise ValueError("negative edges need times if nodes have times: give edge_label_time (input_train_time)")
         # Also draw the negative edges from the key, so that the mini-batch is reproducible.
-        negatives = None if neg_sampling is None else _KeyedNegatives(neg_sampling, key)
+        negatives: Any = None if neg_sampling is None else _KeyedNegatives(neg_sampling, key)
+        node_time = self.node_time  # only limits the negatives
+        if isinstance(neg_sampling, FilteredNegatives):
+            ends = (None, None) if inputs.input_type is None else (inputs.input_type[0], inputs.input_type[-1])
+            times = [node_time.get(end) if isinstance(node_time, dict) else node_time for end in ends]
+            negatives = draw_non_edges(inputs, negatives, neg_sampling.known, (times[0], times[1]), self.disjoint)
+            node_time = None
         out = edge_sample(
             inputs,
             lambda seeds, times: self._sample(seeds, times, key),
             self.graph.num_nodes,
             self.disjoint,
-            self.node_time,
+            node_time,
             negatives,
         )
         # The model must not see the edges that it predicts.
@@ -498,19 +505,19 @@ class _KeyedNegatives:
     """PyG's negative sampling with a generator seeded by the mini-batch's key instead of the global generator."""
 
     def __init__(self, negatives: NegativeSampling, key: int) -> None:
-        self._negatives = negatives
-        self._generator = torch.Generator().manual_seed(check_key(key))
+        self.weights = {"src": negatives.src_weight, "dst": negatives.dst_weight}
+        self.generator = torch.Generator().manual_seed(check_key(key))
         self.amount = negatives.amount
         self.is_binary = negatives.is_binary
         self.is_triplet = negatives.is_triplet
 
     def sample(self, num_samples: int, endpoint: str, num_nodes: int) -> Tensor:
-        weight = self._negatives.src_weight if endpoint == "src" else self._negatives.dst_weight
+        weight = self.weights[endpoint]
         if weight is None:
-            return torch.randint(num_nodes, (num_samples,), generator=self._generator)
+            return torch.randint(num_nodes, (num_samples,), generator=self.generator)
         if weight.numel() != num_nodes:
             raise ValueError(f"negative sampling has {weight.numel()} weights, but the graph has {num_nodes} nodes")
-        return torch.multinomial(weight, num_samples, replacement=True, generator=self._generator)
+        return torch.multinomial(weight, num_samples, replacement=True, generator=self.generator)
 
 
 def fanouts_in(numbers: NumNeighbors, edge_types: Sequence[EdgeType]) -> Any:

@@ -1,6 +1,7 @@
 """Embeddings of types without features train like features that are parameters; resuming, clipping, evaluation."""
 
 import copy
+import re
 from functools import partial
 
 import pytest
@@ -9,9 +10,17 @@ import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
-from lightning_gnn import NeighborDataModule
-from lightning_gnn.nn import HeteroGraphSAGE, NodeClassifier, TypeEmbeddings
+from lightning_gnn import FullGraphDataModule, LinkDataModule, NeighborDataModule
+from lightning_gnn.nn import (
+    GraphSAGE,
+    HeteroGraphSAGE,
+    LinkPredictor,
+    NodeClassifier,
+    NodeRegressor,
+    TypeEmbeddings,
+)
 from lightning_gnn.nn.optimizers import SplitOptimizer
+from tests.batching_data import small_data
 from tests.nn.quiet import trainer
 from tests.sampling.test_typed import typed_data
 
@@ -237,3 +246,33 @@ def test_a_split_optimizer_is_one_to_schedulers_copies_and_checkpoints():
         other.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     with pytest.raises(ValueError, match="more than one parameter group"):
         SplitOptimizer(SGD([first], lr=0.1), SGD([first], lr=0.1))
+
+
+@pytest.mark.parametrize("kind", ["link", "node", "full", "regression"])
+def test_a_homogeneous_graph_without_features_trains_those_that_the_error_names(kind, tmp_path):
+    data = small_data()
+    del data.x
+    if kind == "regression":
+        data.y = torch.rand(data.num_nodes)
+    model = GraphSAGE(64, 8, 1, 4 if kind in ("node", "full") else 1)
+    make_module = {"link": LinkPredictor, "regression": NodeRegressor}.get(kind, partial(NodeClassifier, num_classes=4))
+    module = make_module(model)
+
+    def train():
+        if kind == "full":
+            datamodule = FullGraphDataModule(data)
+        elif kind == "link":
+            edges = {"input_train_edges": data.edge_index[:, :50], "neg_sampling": "binary"}
+            datamodule = LinkDataModule(data, num_neighbors=[2], batch_size=25, **edges)
+        else:
+            datamodule = NeighborDataModule(data, num_neighbors=[2], batch_size=128)
+        trainer(tmp_path).fit(module, datamodule)
+
+    with pytest.raises(ValueError, match=f"no 'x', .*add features, or .*{type(module).__name__}") as caught:
+        train()
+    (line,) = re.findall(r"data.x = .*64\)\)", str(caught.value))
+    exec(line, {"torch": torch, "data": data, "module": module})  # as written in the message
+    before = data.x.detach().clone()
+    train()
+    assert (before != data.x).any()
+    assert "x" in module.state_dict()
