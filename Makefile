@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train lint check test test-all bench bench-gpu docs clean
 
-# uv installs in a tenth of pip's time. It takes over the package indexes and constraints of pip's configuration; where it
+# uv installs in a tenth of pip's time. It takes over the indexes and constraints of pip's configuration; where it
 # fails, pip installs.
 define install
 	$(PYTHON) -c 'import sys; sys.exit("lightning-gnn needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
@@ -22,10 +22,13 @@ define install
 	$(PIP) install --quiet --constraint constraints.txt --editable '$(1)'
 endef
 PIP := $(BIN)/python -m pip
-# One option of uv for each address or file.
+# One option of uv for each address or file, and the flag no-index if it is on: pip lists the environment's value first, and
+# prefers it.
 PIP_OPTIONS = $(PIP) config list | tr -d "'" | \
-	sed -nE 's/^[^.]*\.(index-url|extra-index-url|find-links|constraint)=/--\1 /p' | \
-	awk '{for (i = 2; i <= NF; i++) print $$1, $$i}'
+	sed -nE 's/\\n/ /g; s/^([^.]*)\.(index-url|extra-index-url|find-links|constraint|no-index)=/\1 --\2 /p' | \
+	awk '$$2 != "--no-index" {for (i = 3; i <= NF; i++) print $$2, $$i} \
+		$$2 == "--no-index" && !decided {flag = tolower($$3) ~ /^(1|y|yes|t|true|on)$$/; decided = $$1 == ":env:"} \
+		END {if (flag) print "--no-index"}'
 
 # With the tools of developers, a third of .venv. Tests start many processes, so all modules are compiled.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -74,8 +74,20 @@ def parse(
     args.runs = args.runs or (2 if args.quick else runs)
     if args.out is None and not args.quick:
         args.out = RESULTS / f"{name}.json"
+    if args.out is not None:
+        check_out(parser, args.out.parent)
     args.sizes = {size: getattr(args, size) for size in sizes}
     return args
+
+
+def check_out(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """End the process with a message, before anything is measured, if no file can be written in the folder."""
+    from lightning_gnn.runtime.files import check_writable  # not in processes that measure other packages
+
+    try:
+        check_writable(folder, "the folder of --out")
+    except ValueError as error:
+        parser.error(str(error))
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""Registers ``Trainer(strategy="hyscale")``, ``"ascend_hybrid"`` and ``accelerator="npu"`` with Lightning.
+"""Registers the strategies ``"hyscale"``, ``"ascend_hybrid"``, ``"monitored_ddp"`` and ``accelerator="npu"``.
 
 A strategy's module is imported when a Trainer first uses it.
 """
@@ -23,6 +23,11 @@ def register() -> None:
         "hyscale",
         _lazy_factory("hyscale", "HyScaleStrategy"),
         "CPUs and accelerators of each node train one model together",
+    )
+    StrategyRegistry.register(
+        "monitored_ddp",
+        _lazy_factory("distributed.monitored_ddp", "MonitoredDDPStrategy"),
+        "Lightning's ddp with heartbeats: a rank that dies or stands still ends the run, and is named",
     )
     for suffix, start_method in _START_METHODS.items():
         StrategyRegistry.register(

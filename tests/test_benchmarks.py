@@ -32,6 +32,14 @@ def load(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
+def test_the_output_folder_is_checked_first(load, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    given = ["--quick", f"--out={tmp_path}/file/new.json"]
+    refuses(SystemExit, "2", load("harness").parse, "some", "a benchmark", {}, given)
+    refuses(SystemExit, "2", load("papers.page").parse, "some", "a paper", given)
+    assert capsys.readouterr().err.count(f"the folder of --out={tmp_path}/file cannot be used") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmark_describes_what_it_measured(name, load, tmp_path, capsys):

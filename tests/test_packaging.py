@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
 import zipfile
 from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,41 @@ def test_every_package_is_installed():
     packages = [".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("lightning_gnn/**/__init__.py")]
     assert packages
     assert [package for package in packages if f'    "{package}",' not in text] == []
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(shutil.which("make") is None or find_spec("pip") is None, reason="needs make and pip")
+@pytest.mark.parametrize(
+    ("configured", "environment", "expected"),
+    [
+        ("", {}, []),
+        ("no-index = true", {}, ["--no-index"]),
+        ("no-index = false", {}, []),
+        ("", {"PIP_NO_INDEX": "1"}, ["--no-index"]),
+        ("no-index = true", {"PIP_NO_INDEX": "0"}, []),
+        (
+            "no-index = yes\nfind-links =\n    /wheels/a\n    /wheels/b",
+            {"PIP_CONSTRAINT": "/pins.txt"},
+            ["--constraint /pins.txt", "--find-links /wheels/a", "--find-links /wheels/b", "--no-index"],
+        ),
+    ],
+)
+def test_options_of_pip_for_uv(configured, environment, expected, tmp_path):
+    (tmp_path / "makefile").write_text(f"include {ROOT}/Makefile\nprint:\n\t@$(PIP_OPTIONS)\n")
+    (tmp_path / "pip.conf").write_text(f"[global]\n{configured}\n")
+    # Without the configuration of this machine: pip looks for it below these folders.
+    empty = dict.fromkeys(("HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS"), str(tmp_path / "none"))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    done = subprocess.run(
+        ["make", "-s", "-f", str(tmp_path / "makefile"), "print", f"PIP={sys.executable} -m pip"],
+        env={**inherited, **empty, "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    options = done.stdout.splitlines()
+    # The configuration of the interpreter's folder and of /etc cannot be left out.
+    assert [option for option in options if not option.startswith(("--index-url", "--extra-index-url"))] == expected
 
 
 @pytest.fixture(scope="module")

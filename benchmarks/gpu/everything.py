@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.device_clock import failure
 from benchmarks.gpu.page import page
-from benchmarks.harness import RESULTS, machine, shortened
+from benchmarks.harness import RESULTS, check_out, machine, shortened
 
 ONE_GRAPH = {"check": 2.0, "samples": 0.5, "launches": 1.0, "loaders": 1.0, "steps": 1.0, "places": 0.5, "shards": 2.0}
 PARTS = {
@@ -197,6 +197,8 @@ def main(argv: Sequence[str] | None = None) -> Everything | None:
     args.runs = args.runs or (2 if args.quick or args.interpret else 5)
     if args.out is None and not args.quick and not args.interpret:
         args.out = RESULTS
+    if args.out is not None:
+        check_out(parser, args.out)
     everything = Everything(args)
     everything.run()
     everything.close()

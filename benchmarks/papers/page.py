@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS, machine
+from benchmarks.harness import RESULTS, check_out, machine
 
 PAGES = RESULTS.parents[1] / "docs" / "papers"
 NEAR = 0.15
@@ -91,7 +91,9 @@ def parse(name: str, description: str | None, argv: Sequence[str] | None) -> arg
     parser = argparse.ArgumentParser(f"python -m benchmarks.papers.{name}", description=description)
     parser.add_argument("--out", type=Path, default=RESULTS / f"papers_{name}.json", help="the JSON file")
     parser.add_argument("--quick", action="store_true", help="small settings, for tests of the script")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    check_out(parser, args.out.parent)
+    return args
 
 
 def load(path: Path) -> Page:

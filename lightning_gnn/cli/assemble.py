@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType
 
-from lightning_gnn.cli.command_line import absolute, check_writable, raise_user_errors
+from lightning_gnn.cli.command_line import absolute, raise_user_errors
 from lightning_gnn.cli.predictions import check_format
 from lightning_gnn.cli.saved_run import KeepConfig
 from lightning_gnn.cli.splits import fill_splits, split_links
@@ -24,8 +24,9 @@ from lightning_gnn.nn.hetero.models import BACK
 from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule
 from lightning_gnn.partitioned.whole import outline
 from lightning_gnn.report.console import console
+from lightning_gnn.runtime.files import check_writable
 from lightning_gnn.runtime.lightning import Checkpoint, check_package, of_package, pl, rank_zero_only
-from lightning_gnn.runtime.urls import cached_path, without_file_scheme
+from lightning_gnn.runtime.urls import cached_path, is_url, local_path, without_file_scheme
 
 MODES = ("train", "test", "predict")
 _NON_MODULE_KEYS = ("name", "metric", "mode", "split", "time", "embeddings")
@@ -57,7 +58,29 @@ def check_config(cfg: DictConfig) -> None:
             f"model.num_layers={depth}, but datamodule.num_neighbors=[{listed}] has {len(fanouts)} fanouts; "
             "give one fanout per layer"
         )
+    # Each place where the run will write, before anything is loaded.
     check_writable(cfg.output_dir, "output_dir")
+    for group, key in (("callbacks", "dirpath"), ("logger", "save_dir")):
+        for name, item in (cfg.get(group) or {}).items():
+            folder = item.get(key) if OmegaConf.is_dict(item) else None
+            if folder is not None and not is_url(str(folder)):
+                check_writable(local_path(str(folder)), f"{group}.{name}.{key}")
+
+
+def memory_options(cfg: DictConfig) -> list[str]:
+    """Return settings that lower the memory of a run, with their effect, those of most effect first."""
+    node, found = cfg.datamodule, []
+    if (size := node.get("batch_size")) is not None and size > 1:
+        found.append(f"datamodule.batch_size={size // 2}")
+    if "num_workers" in node and node.num_workers != 0:
+        found.append("datamodule.num_workers=0")
+    if "memory" in node and node.memory is None:
+        found.append("datamodule.memory=1GB (with data.root=FOLDER; reads features from disk)")
+    if cfg.torch_threads is None or cfg.torch_threads > 1:
+        found.append("torch_threads=1")
+    if cfg.data.get("num_nodes") is not None:
+        found.append(f"data.num_nodes={cfg.data.num_nodes // 2}")
+    return found
 
 
 def build_data(cfg: DictConfig) -> Data | HeteroData:

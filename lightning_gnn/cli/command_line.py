@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -11,10 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from types import FrameType
 
 import hydra
+import torch
 from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from hydra.utils import to_absolute_path
@@ -23,8 +27,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
 from lightning_gnn.report.console import console, say
+from lightning_gnn.runtime.files import DISK_ADVICE, check_writable, disk_full_cause, disk_full_error
 from lightning_gnn.runtime.lightning import PACKAGE, MisconfigurationException, rank_zero_only
-from lightning_gnn.runtime.messages import REMOVED, removed
+from lightning_gnn.runtime.memory_info import free_memory, out_of_memory_cause
+from lightning_gnn.runtime.messages import REMOVED, removed, shown
 from lightning_gnn.runtime.urls import is_url, without_file_scheme
 
 _CONF = "lightning_gnn.conf"
@@ -46,20 +52,25 @@ class UserError(Exception):
 
 
 @contextmanager
-def raise_user_errors(only_ours: bool = False) -> Iterator[None]:
-    """Convert errors that a user can fix to :class:`UserError`; ``only_ours``: only those raised by this package."""
+def raise_user_errors(only_ours: bool = False, memory_options: Sequence[str] = ()) -> Iterator[None]:
+    """Convert errors that a user can fix to :class:`UserError`; ``only_ours``: only those raised by this package.
+
+    ``memory_options`` are settings that lower memory, with their effect, for an error about memory.
+    """
     try:
         yield
     except _USER_ERRORS as error:
         if only_ours and not _is_ours(error):
             raise
-        raise UserError(_in_one_line(error)) from error
+        raise UserError(_in_one_line(error) + _explain_memory(error, memory_options)) from error
 
 
 def _is_ours(error: BaseException) -> bool:
+    if out_of_memory_cause(error) is not None:
+        return True
     if isinstance(error, MisconfigurationException) or "loading state_dict" in str(error):
         return True
-    if isinstance(error, OSError) and error.errno is not None:
+    if (isinstance(error, OSError) and error.errno is not None) or disk_full_cause(error) is not None:
         return True  # a file or disk error, whatever code raised it
     frames = list(traceback.walk_tb(error.__traceback__))
     module = str(frames[-1][0].f_globals.get("__name__", ""))
@@ -71,6 +82,8 @@ def _in_one_line(error: BaseException) -> str:
     notes = getattr(error, "__notes__", [])
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
+    if (full := disk_full_cause(error)) is not None:
+        error = full if DISK_ADVICE in str(full) else _name_disks(full)
     text = re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
     text = re.sub(r"^\[Errno \d+\] |, set env var HYDRA_FULL_ERROR=1 to see chained exception\.", "", text)
     if isinstance(error, HydraException) and error.__cause__ is not None and str(error.__cause__) not in str(error):
@@ -81,6 +94,36 @@ def _in_one_line(error: BaseException) -> str:
         text = f"the checkpoint does not fit the configured model: {text}"
     note = next(iter(notes), None)
     return text if note is None or text.startswith((f"{note}:", f"{note}.")) else f"{note}: {text}"
+
+
+def _explain_memory(error: BaseException, options: Sequence[str]) -> str:
+    """Describe where memory ran out, what is free, and what lowers it; empty for another error."""
+    cause = out_of_memory_cause(error)
+    if cause is None and not isinstance(error, torch.OutOfMemoryError):
+        return ""
+    calls = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__) if _is_of_package(frame)]
+    where = f"out of memory in {calls[-1]}" if calls else "out of memory"
+    free = "" if cause is None else f"; {free_memory()}"
+    # While data is loaded, only its own settings matter.
+    notes = getattr(error, "__notes__", [])
+    chosen = [item for item in options if item.startswith("data.") == ("data" in notes)]
+    return f" ({where}{free}){'; less memory is used with ' + ', or '.join(chosen) if chosen else ''}"
+
+
+def _is_of_package(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.startswith("lightning_gnn.") and not name.startswith("lightning_gnn.cli.")
+
+
+def _name_disks(error: OSError) -> OSError:
+    """Describe a full disk by the file, if the error names one, or else by the space on the disks in use."""
+    path = error.filename2 or error.filename
+    if isinstance(path, str) and Path(path).parent.is_dir():
+        return disk_full_error(Path(path), error)
+    folders = [Path(HydraConfig.get().runtime.output_dir)] if HydraConfig.initialized() else []
+    folders += [Path.cwd(), Path(tempfile.gettempdir())]
+    free = ", ".join(f"{shown(shutil.disk_usage(folder).free)} in {folder}" for folder in folders if folder.is_dir())
+    return OSError(error.errno, f"a file cannot be written ({error.strerror}): {free} left; {DISK_ADVICE}")
 
 
 def start(job: Callable[[DictConfig], object], config_name: str, interrupted: str) -> None:
@@ -135,22 +178,6 @@ def full_errors() -> bool:
     return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
-def check_writable(directory: str | Path, name: str) -> None:
-    """Raise a ValueError if files cannot be created in a directory, which need not exist yet."""
-    existing = Path(directory).absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    try:
-        with tempfile.TemporaryDirectory(dir=existing):
-            pass
-    except OSError as error:
-        if existing.is_file():
-            reason = f"{existing} is a file"
-        else:
-            reason = f"cannot create a folder in {existing}: {error.strerror}"
-        raise ValueError(f"{name}={directory} cannot be used: {reason}; give another folder") from None
-
-
 def absolute(path: str) -> str:
     """Return a path relative to the folder that the command was started in, or a URL, as an absolute path or URL."""
     return path if is_url(path := without_file_scheme(path)) else to_absolute_path(path)
@@ -166,11 +193,13 @@ def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
                 raise ValueError(f"{item} must be a local path; callbacks.best.dirpath=URL keeps checkpoints at a URL")
         try:
             rebuilt = rebuild(config_name, OverridesParser.create().parse_overrides(typed.overrides))
-            if not is_sweep:
-                overrides = [*typed.overrides, *rebuilt.deletions, *searched]
-                cfg = compose(rebuilt.config_name, overrides=overrides, return_hydra_config=True)
-                if typed.cfg is None:
-                    check_writable(OmegaConf.select(cfg, "hydra.run.dir"), "hydra.run.dir")
+            overrides = [*typed.overrides, *rebuilt.deletions, *searched]
+            if is_sweep:  # each run is composed later, with its own choices
+                overrides = [item for item in typed.overrides if item.startswith("hydra.sweep.")]
+            cfg = compose(rebuilt.config_name, overrides=overrides, return_hydra_config=True)
+            if typed.cfg is None:
+                folder = "hydra.sweep.dir" if is_sweep else "hydra.run.dir"
+                check_writable(OmegaConf.select(cfg, folder), folder)
         except HydraException as error:
             raise ValueError(_removal_message(typed.overrides) or _in_one_line(error)) from error
     if rebuilt.note and typed.cfg is None:

@@ -1,7 +1,6 @@
 """Files written by ``lgnn predict``: raw outputs (predictions.npy) or one row per node (predictions.parquet)."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from lightning_gnn.cli.command_line import absolute
 from lightning_gnn.cli.targets import target_of
 from lightning_gnn.datasets.hetero_folder import node_folder
+from lightning_gnn.features.arrays import save_arrays
 from lightning_gnn.partitioned.whole import outline
 from lightning_gnn.runtime.files import whole_file
 from lightning_gnn.runtime.urls import cached_path
@@ -33,12 +33,7 @@ def check_format(name: str) -> None:
 
 def write_npy(rows: Tensor, path: Path) -> str:
     """Write the outputs, float32 ``[num_nodes, outputs]``; return a description of the file."""
-    try:
-        np.save(path, rows.numpy())
-    except OSError as error:
-        with suppress(OSError):
-            path.unlink()
-        raise OSError(f"{path} cannot be written ({error}); it needs {rows.numel() * 4} bytes") from error
+    save_arrays(path.parent, {path.stem: rows})
     return f"{path.name}: float32 {list(rows.shape)}"
 
 

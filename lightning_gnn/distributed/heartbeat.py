@@ -11,9 +11,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
@@ -30,6 +31,10 @@ MIN_RENDEZVOUS = timedelta(minutes=30)
 """Minimum timeout for the initial rendezvous, equal to torch's default: imports, compilation and loading may take much
 longer than a collective."""
 
+BLAME_GRACE_S = 5.0
+"""Seconds added to the timeout of work that also waits for other ranks, which may name a cause of their own first."""
+_MAX_TIMEOUT_S = 1e8
+"""Replaces longer timeouts: functions that wait do not accept infinity."""
 
 _STATES = dict.fromkeys((psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD), "gone")
 _STATES |= dict.fromkeys((psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP), "stopped")
@@ -53,11 +58,26 @@ def pid_space() -> str:
         return ""
 
 
+def check_stall_timeout(seconds: object) -> float:
+    """Return the option ``stall_timeout`` as a finite number; raise a ValueError unless it is a positive one."""
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ValueError(f"stall_timeout must be a positive number of seconds, but is {seconds!r}")
+    return min(seconds, _MAX_TIMEOUT_S)
+
+
+def waiting_for_ranks() -> AbstractContextManager[None]:
+    """Return a context for a collective inside a step, which does not count as a hang of this rank."""
+    return nullcontext() if Heartbeats.current is None else Heartbeats.current.waiting()
+
+
 class Heartbeats:
     """Sends heartbeats of this rank through a store, and monitors those of the other ranks."""
 
     # One thread writes and reads the store. A second one monitors the ranks, since a stopped store host may block the
     # first. After a failure, the main thread usually fails in a collective; otherwise the process is ended after 3 s.
+
+    current: ClassVar[Heartbeats | None] = None
+    """Those of this process that were started last and not stopped."""
 
     def __init__(
         self, store: Store, rank: int, num_ranks: int, timeout: float, end: Callable[[str], None] | None = None
@@ -78,7 +98,8 @@ class Heartbeats:
         self._status: dict[str, object] = {"done": False, "failure": None}
         self._written_status = self._status
         self._first_failure: str | None = None
-        self._work: tuple[str, float, int] | None = None  # name, start time and thread of the monitored call
+        # Name, start time, thread and additional seconds of the monitored call.
+        self._work: tuple[str, float, int, float] | None = None
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=loop, name=f"heartbeat {loop.__name__}", daemon=True)
@@ -86,13 +107,17 @@ class Heartbeats:
         ]
 
     @contextmanager
-    def working(self, what: str | None) -> Iterator[None]:
-        """Monitor the ``with`` block in this thread: the rank counts as hanging if it exceeds the timeout."""
-        previous, self._work = self._work, (what, time.monotonic(), threading.get_ident()) if what else None
+    def working(self, what: str | None, grace: float = 0.0) -> Iterator[None]:
+        """Monitor the ``with`` block in this thread: the rank counts as hanging if it exceeds the timeout.
+
+        ``grace`` are seconds in addition, for a block that also waits for other ranks.
+        """
+        work = (what, time.monotonic(), threading.get_ident(), grace) if what else None
+        previous, self._work = self._work, work
         try:
             yield
         finally:
-            self._work = (previous[0], time.monotonic(), previous[2]) if previous else None
+            self._work = (previous[0], time.monotonic(), *previous[2:]) if previous else None
 
     def waiting(self) -> AbstractContextManager[None]:
         """Exclude the ``with`` block from monitoring, since it waits for other ranks."""
@@ -121,6 +146,7 @@ class Heartbeats:
         self._store.set_timeout(timedelta(seconds=max(1.0, self.timeout)))
         for thread in self._threads:
             thread.start()
+        Heartbeats.current = self
         atexit.register(self._end_threads)
 
     def stop(self) -> None:
@@ -131,6 +157,8 @@ class Heartbeats:
 
     def _end_threads(self) -> None:
         """End the threads, since one that returns from the store at the interpreter's exit would abort the process."""
+        if Heartbeats.current is self:
+            Heartbeats.current = None
         self._stopped.set()
         self._wake.set()
         for thread in self._threads:
@@ -193,10 +221,12 @@ class Heartbeats:
                 self._last_read = now
                 self._last_change = dict.fromkeys(self._others, now)
             last_check = now
-            if (work := self._work) is not None and now - work[1] > self.timeout and not self._is_handled:
+            work = self._work
+            if work is not None and now - work[1] > self.timeout + work[3] and not self._is_handled:
                 frame = sys._current_frames().get(work[2])
                 stack = "" if frame is None else f":\n{''.join(traceback.format_stack(frame))}"
                 reason = f"hangs in {work[0]} for {now - work[1]:.0f} s"
+                reason += " (itself, or it waits there for another rank)" if work[3] else ""
                 self._publish(failure=reason)
                 self._end(f"rank {self.rank} {reason}{stack}")
                 return

@@ -9,7 +9,7 @@ import os
 import sys
 from abc import ABC
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -101,6 +101,8 @@ class MonitoredRanks(ParallelStrategy, ABC):
 
     # A dead or failed process is detected at once, a stopped or hanging one after a timeout.
 
+    known_options: ClassVar[frozenset[str]] = frozenset(RankOptions.__annotations__)
+    """Options that are passed to Lightning's DDPStrategy."""
     any_failed: ClassVar[bool] = False
     """Whether a run of this process has failed."""
     synced_attributes: ClassVar[tuple[str, ...]] = ()
@@ -108,8 +110,8 @@ class MonitoredRanks(ParallelStrategy, ABC):
 
     def __init__(self, timeout: timedelta, process_group_backend: str | None, **kwargs: Unpack[RankOptions]) -> None:
         check_script()
-        for name in kwargs.keys() - RankOptions.__annotations__:
-            known = keywords_of(type(self)) - keywords_of(DDPStrategy) | {*RankOptions.__annotations__}
+        for name in kwargs.keys() - self.known_options:
+            known = keywords_of(type(self)) - keywords_of(DDPStrategy) | self.known_options
             raise TypeError(f"unknown option {name}{closest(name, known)}")
         super().__init__(timeout=timeout, process_group_backend=process_group_backend, **kwargs)  # type: ignore[call-arg,misc]
         self.sync_gradients = True
@@ -160,13 +162,18 @@ class MonitoredRanks(ParallelStrategy, ABC):
             self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, silence, end)
             self._heartbeats.start()
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context for waiting for other ranks, which does not count as a hang."""
+        return nullcontext() if self._heartbeats is None else self._heartbeats.waiting()
+
     @override
     def barrier(self, *args: object, **kwargs: object) -> None:
         """Wait for the other ranks, unless one of them has failed. Collective: every rank must call this."""
         has_failed = is_handling_exception() or (self._heartbeats is not None and self._heartbeats.lost)
         if self.world_size > 1 and dist.is_initialized() and not has_failed:
             index = self.root_device.index if dist.get_backend() == "nccl" else None
-            dist.barrier(device_ids=None if index is None else [index])
+            with self.waiting():
+                dist.barrier(device_ids=None if index is None else [index])
 
     @override
     def reduce(
@@ -182,13 +189,15 @@ class MonitoredRanks(ParallelStrategy, ABC):
         if is_mean and not tensor.is_floating_point():
             value = value.to(torch.float64)
         # Neither gloo nor hccl computes means.
-        value = _sync_ddp_if_available(value, group, reduce_op="sum" if is_mean else reduce_op)
+        with self.waiting():
+            value = _sync_ddp_if_available(value, group, reduce_op="sum" if is_mean else reduce_op)
         return (value.div_(dist.get_world_size(group)) if is_mean else value).to(tensor.device)
 
     @override
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
         """Gather the tensors of all ranks, also of NPUs together with CPUs. Collective: every rank must call this."""
-        return super().all_gather(as_message(tensor, group), group, sync_grads).to(tensor.device)
+        with self.waiting():
+            return super().all_gather(as_message(tensor, group), group, sync_grads).to(tensor.device)
 
     @override
     @contextmanager

@@ -251,12 +251,8 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     def _all_gather_step(self, name: str) -> None:
         """All-gather the step summaries. Collective: every rank must call this."""
         if self._sync is not None:
-            with self._waiting():
+            with self.waiting():
                 self._sync.all_gather_step(name)
-
-    def _waiting(self) -> AbstractContextManager[None]:
-        """Return a context for waiting for other ranks, which does not count as a hang."""
-        return nullcontext() if self._heartbeats is None else self._heartbeats.waiting()
 
     def _check_loss(self, sync: StepSync, loss: Tensor | None) -> None:
         """Warn once about a loss that needs a weight; checked in the first mini-batches only."""
@@ -303,7 +299,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
             with self.user_code("backward"):
                 precision.backward(loss * (factor * self.world_size), module, optimizer, *args, **kwargs)
         if self.sync_gradients:
-            with self._waiting():
+            with self.waiting():
                 sync.reduce_gradients(piggybacks)
             self._gradients_synced = True
         return precision.post_backward(loss, module)

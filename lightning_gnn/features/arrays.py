@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_gnn.runtime.files import whole_file
+from lightning_gnn.runtime.files import disk_full_error, whole_file
 from lightning_gnn.runtime.memory_info import total_bytes
 from lightning_gnn.runtime.urls import cached_path
 
@@ -28,10 +28,8 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 # Python defines MAP_NORESERVE only since version 3.13.
 _HAS_LINUX_FLAGS = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64")
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if _HAS_LINUX_FLAGS else 0)
-_DISK_FULL_ERRORS = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # NumPy sets no errno after a short write
 
 _BFLOAT16 = np.dtype("V2")  # NumPy lacks bfloat16; it reads a file with bfloat16, including JAX's, as this dtype
-_ADVICE = "free disk space, or write elsewhere"
 _randomly_read: set[int] = set()  # addresses of mapped tensors that are advised MADV_RANDOM
 
 
@@ -182,13 +180,13 @@ def write_blocks(path: Path, dtype: npt.DTypeLike, shape: tuple[int, ...], block
 def new_file(path: Path, size: int) -> Iterator[IO[bytes]]:
     """Yield a temporary file for ``size`` bytes; on exit it is renamed to ``path``, or removed after an error."""
     try:
-        with whole_file(path) as file:
+        with whole_file(path, size) as file:
             reserve(file, size, path)
             yield file
             file.truncate()  # drop space that was reserved but not written
     except OSError as error:
-        if error.errno in _DISK_FULL_ERRORS and not str(error).endswith(_ADVICE):
-            raise _disk_full_error(path, size, error) from None
+        if error.errno is None:  # NumPy sets no errno after a short write
+            raise disk_full_error(path, error, size) from None
         raise
 
 
@@ -204,22 +202,13 @@ def reserve(file: IO[bytes], size: int, path: Path) -> None:
                 raise
             file.truncate(size)  # the file system cannot reserve space
     except OSError as error:
-        raise _disk_full_error(path, size, error) from None
+        raise disk_full_error(path, error, size) from None
 
 
 def check_room(path: Path, size: int) -> None:
     """Raise an OSError unless the disk that will store ``path`` has ``size`` bytes left."""
     if shutil.disk_usage(path.parent).free < size:
-        raise _disk_full_error(path, size, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-
-
-def _disk_full_error(path: Path, size: int, error: OSError) -> OSError:
-    reason = (error.strerror or str(error)).rstrip(".")
-    free = shutil.disk_usage(path.parent).free
-    return OSError(
-        error.errno or errno.ENOSPC,
-        f"{path} needs {size} bytes and cannot be written ({reason}): its disk has {free} bytes left; {_ADVICE}",
-    )
+        raise disk_full_error(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), size)
 
 
 def _encode_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:

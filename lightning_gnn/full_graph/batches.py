@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.compressed.hybrid_plan import PlanSettings, plan_cores
+from lightning_gnn.distributed.heartbeat import waiting_for_ranks
 from lightning_gnn.full_graph.exchange import all_gather_rows
 from lightning_gnn.full_graph.labeled_edges import shard_labeled_edges
 from lightning_gnn.full_graph.plan import Ownership, shard_rows
@@ -45,7 +46,8 @@ class ShardedBatch:
         """Gather rows in node order; other tensors remain unchanged. Collective: every rank must call this."""
         rows = self.num_predicted[self.graph.rank]
         fits = torch.tensor(int(values.dim() > 0 and values.size(0) == rows), device=self.graph.device)
-        dist.all_reduce(fits, dist.ReduceOp.MIN, group=self.graph.process_group)
+        with waiting_for_ranks():
+            dist.all_reduce(fits, dist.ReduceOp.MIN, group=self.graph.process_group)
         if not int(fits):
             return values
         gathered = all_gather_rows(values, self.num_predicted, self.graph.process_group)

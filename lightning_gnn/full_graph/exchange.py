@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gnn.distributed.heartbeat import waiting_for_ranks
+
 
 @dataclass(frozen=True, eq=False)
 class SliceAllToAll:
@@ -91,13 +93,14 @@ def all_to_all(
         values = values.new_empty(0)  # strides of an empty tensor may not allow a view as bytes
     # Send bytes, since backends do not support all dtypes.
     unit = values.element_size()
-    dist.all_to_all_single(
-        out.view(torch.uint8),
-        values.contiguous().view(torch.uint8),
-        [size * unit for size in recv_sizes],
-        [size * unit for size in send_sizes],
-        group=group,
-    )
+    with waiting_for_ranks():
+        dist.all_to_all_single(
+            out.view(torch.uint8),
+            values.contiguous().view(torch.uint8),
+            [size * unit for size in recv_sizes],
+            [size * unit for size in send_sizes],
+            group=group,
+        )
     return out
 
 
@@ -153,5 +156,6 @@ def all_gather_rows(values: Tensor, counts: Sequence[int], group: dist.ProcessGr
     padded = values.new_zeros((max(counts), *values.shape[1:]))
     padded[: values.size(0)] = values
     gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded.contiguous(), group=group)
+    with waiting_for_ranks():
+        dist.all_gather(gathered, padded.contiguous(), group=group)
     return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])

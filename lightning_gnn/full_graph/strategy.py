@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack, override
 
 from lightning_gnn.compressed.hybrid_plan import PlanSettings, divisors
+from lightning_gnn.distributed.heartbeat import check_stall_timeout
 from lightning_gnn.distributed.monitored_ranks import RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
@@ -69,10 +70,13 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         chunks: Chunks that an NPU multiplies: ``"balanced"`` by algorithm 2 with full chunks, or in the order of ids if
             that loads fewer rows; ``"paper"`` by algorithm 2 line by line. CPUs and GPUs use no chunks.
         process_group_backend: By default gloo on CPUs, nccl on CUDA, gloo and hccl on NPUs.
-        timeout: Maximum duration without a heartbeat of a rank, and of a collective; a number means seconds. The
-            initial rendezvous may take at least half an hour.
+        timeout: Maximum duration of a collective; a number means seconds. The initial rendezvous may take at least half
+            an hour.
         memory_limit: Bytes that a rank may use for its shard of the graph, None for no limit, or ``"auto"`` for the
             free memory.
+        stall_timeout: Seconds after which the run is aborted because a rank sends no heartbeat, or computes in a step
+            without exchanging rows; ``timeout`` if that is shorter. On GPUs and NPUs, which exchange asynchronously,
+            the message may name a rank that waits for another one.
         **kwargs: Arguments of Lightning's ``DDPStrategy``, such as ``checkpoint_io`` and ``start_method`` (not
             ``"fork"``).
 
@@ -121,6 +125,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         memory_limit: int | Literal["auto"] | None = "auto",
         grouping: Literal["balanced", "paper"] = "balanced",
         chunks: Literal["balanced", "paper"] = "balanced",
+        stall_timeout: float = 300.0,
         **kwargs: Unpack[RankOptions],
     ) -> None:
         # Validate the options that the base class does not validate.
@@ -129,6 +134,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
             raise ValueError(f"timeout must be positive, but is {timeout.total_seconds():g} seconds")
         if isinstance(memory_limit, str) and memory_limit != "auto":
             raise ValueError(f"memory_limit must be bytes, None or 'auto', but is {memory_limit!r}")
+        self.stall_timeout = min(check_stall_timeout(stall_timeout), timeout.total_seconds())
         # Every layer is planned with these settings.
         self.settings = PlanSettings(cores_per_device, num_groups, bandwidth_ratio, grouping, chunks)
         super().__init__(timeout, process_group_backend, **kwargs)
@@ -158,7 +164,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
                 f"{', '.join(map(str, divisors(self.world_size)))}"
             )
         assert self._timeout is not None
-        self._connect(self._timeout.total_seconds())
+        self._connect(self.stall_timeout)
 
     @override
     def _get_process_group_backend(self) -> str:
@@ -252,10 +258,19 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
             yield
 
     @override
-    def user_code(self, name: str) -> AbstractContextManager[object]:
-        """Use the dropout masks in the backward pass, too: gradient checkpointing recomputes parts of the step."""
+    @contextmanager
+    def user_code(self, name: str) -> Iterator[None]:
+        """Monitor module code by heartbeats, and use the dropout masks in the backward pass, too.
+
+        Gradient checkpointing recomputes parts of the step there.
+        """
         is_manual = not self._module.automatic_optimization  # backward runs inside the step's context
-        return nullcontext() if name != "backward" or is_manual or self._dropout is None else self._dropout
+        with ExitStack() as stack:
+            if self._heartbeats is not None:
+                stack.enter_context(self._heartbeats.working(name))
+            if name == "backward" and not is_manual and self._dropout is not None:
+                stack.enter_context(self._dropout)
+            yield
 
     @override
     def batch_weight(self) -> BatchWeight:

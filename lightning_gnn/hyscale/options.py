@@ -10,14 +10,13 @@ from typing import TypeAlias, TypeGuard
 import torch
 from torch_geometric.loader import LinkLoader, NodeLoader
 
+from lightning_gnn.distributed.heartbeat import check_stall_timeout
 from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
 from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.messages import removed, whole_number
 from lightning_gnn.runtime.urls import cached_path
 
 PyGLoader: TypeAlias = NodeLoader | LinkLoader  # base classes of this package's loaders, too
-_MAX_TIMEOUT_S = 1e8
-"""Replaces longer timeouts: functions that wait do not accept infinity."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +179,7 @@ class HyScaleOptions:
             )
         if self.prefetch not in (0, 1, 2):
             raise ValueError(f"prefetch must be 0 (off), 1 or 2 (stages), but is {self.prefetch!r}")
-        if not isinstance(stall_timeout, (int, float)) or not stall_timeout > 0:
-            raise ValueError(f"stall_timeout must be a positive number of seconds, but is {stall_timeout!r}")
-        self.stall_timeout = min(stall_timeout, _MAX_TIMEOUT_S)
+        self.stall_timeout = check_stall_timeout(stall_timeout)
         if self.transfer_dtype not in TRANSFER_DTYPES:
             raise ValueError(f"transfer_dtype must be one of {TRANSFER_DTYPES}, but is {self.transfer_dtype!r}")
         if self.shares is not None:

@@ -361,7 +361,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
         if self.global_rank == 0:
             with self.user_code("predict_step"):
                 output = DDPStrategy.predict_step(self, *args, **kwargs)
-        with self._waiting():
+        with self.waiting():
             output = self.broadcast(output)
         return output
 

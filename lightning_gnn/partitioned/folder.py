@@ -35,7 +35,7 @@ from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.stores import StoreType, of_edges, of_nodes, stores_of
-from lightning_gnn.runtime.files import read_json, read_text, write_whole
+from lightning_gnn.runtime.files import check_writable, read_json, read_text, whole_file, write_whole
 from lightning_gnn.runtime.manifest import seal, verify
 from lightning_gnn.runtime.urls import cached_path, local_path, without_file_scheme
 from lightning_gnn.sampling.neighbor import topology_of
@@ -73,6 +73,15 @@ class TypeInfo:
         return self.attributes[key][1]
 
 
+def check_new_folder(folder: str | Path, name: str = "folder") -> Path:
+    """Return a folder for a partition; raise an error that names it if it has files, or none can be created in it."""
+    folder = local_path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is not empty; give a new folder, or remove this one")
+    check_writable(folder, name)
+    return folder
+
+
 def write_partition(
     data: Data | HeteroData,
     folder: str | Path,
@@ -84,9 +93,7 @@ def write_partition(
     link_type: EdgeType | None = None,
 ) -> None:
     """Write a partitioned graph to a folder, given the part of each node by node type."""
-    folder = local_path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is not empty; give a new folder, or remove this one")
+    folder = check_new_folder(folder)
     graph = topology_of(data)
     is_hetero = isinstance(graph, HeteroCSCGraph)
     sizes: dict[NodeType | None, int] = graph.sizes if is_hetero else {None: graph.num_nodes}
@@ -134,7 +141,8 @@ def write_partition(
                     if not seeds_in(store, stage)[0].endswith("_mask"):
                         listed.append(stage)
         save_arrays(common, {f"links.{name}": values for name, values in (links or {}).items()})
-        torch.save(rest, common / "rest.pt")
+        with whole_file(common / "rest.pt") as file:
+            torch.save(rest, file)
         torch.load(common / "rest.pt", weights_only=True)  # fails now rather than when the folder is opened
         stores = [name for name, _ in stores_of(data)]
         about = {

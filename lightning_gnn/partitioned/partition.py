@@ -15,7 +15,7 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.stores import stores_of
 from lightning_gnn.partitioned.assign import assign_nodes
-from lightning_gnn.partitioned.folder import seeds_of, write_partition
+from lightning_gnn.partitioned.folder import check_new_folder, seeds_of, write_partition
 from lightning_gnn.runtime.messages import removed
 from lightning_gnn.sampling.neighbor import topology_of
 
@@ -66,7 +66,8 @@ def partition_graph(
         FileExistsError: The folder is not empty.
         MemoryError, ModuleNotFoundError: METIS needs too much memory, or is not installed.
         OSError: The disk is full.
-        TypeError, ValueError: The graph or an option is invalid, or an attribute cannot be split by rows.
+        TypeError, ValueError: The graph or an option is invalid, or an attribute cannot be split by rows. Before any
+            work: the folder cannot be written to.
 
     Examples:
         >>> import tempfile, torch
@@ -82,6 +83,7 @@ def partition_graph(
         raise TypeError(removed(f"partition.{option}") or f"partition_graph got an unknown option {option}")
     if isinstance(data, Data | HeteroData):
         data = with_adj_t_values(data)
+    check_new_folder(folder)
     if isinstance(data, HeteroData):
         check_hetero_data(data, check_features)
     else:

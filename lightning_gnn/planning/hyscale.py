@@ -38,7 +38,7 @@ from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading.loaders import num_workers_of
 from lightning_gnn.planning.forecast import MIN_GAIN
-from lightning_gnn.runtime.files import LARGEST_JSON, read_text
+from lightning_gnn.runtime.files import LARGEST_JSON, read_text, write_whole
 from lightning_gnn.runtime.lightning import pl
 
 
@@ -68,8 +68,7 @@ class HybridForecast:
                 **plan.mapping.to_dict(), "iteration_s": plan.seconds, "lower_bound_s": plan.bound, "gap": plan.gap,
                 "alone": alone, "float16_s": self.float16_s,
             }  # fmt: skip
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        (Path(directory) / "plan.yaml").write_text(yaml.safe_dump(state, sort_keys=False))
+        write_whole(Path(directory) / "plan.yaml", yaml.safe_dump(state, sort_keys=False))
 
     def _to_dict(self, mapping: TaskMapping) -> dict[str, object]:
         model = self.model

@@ -10,6 +10,7 @@ import yaml
 
 from lightning_gnn.planning.forecast import MIN_GAIN, CPUForecast
 from lightning_gnn.planning.limits import MachineLimits
+from lightning_gnn.runtime.files import write_whole
 
 if TYPE_CHECKING:  # rich is a dependency of the command only
     from rich.console import Console
@@ -138,4 +139,4 @@ def save_forecast(found: CPUForecast, options: list[Option], limits: MachineLimi
         "unknown": list(found.unknown),
         "busy": found.busy,
     }
-    path.write_text(yaml.safe_dump(state, sort_keys=False, allow_unicode=True))
+    write_whole(path, yaml.safe_dump(state, sort_keys=False, allow_unicode=True))

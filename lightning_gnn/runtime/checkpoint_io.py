@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_gnn.runtime.files import flush, whole_file
+from lightning_gnn.runtime.files import DISK_ADVICE, disk_full_cause, flush, whole_file
 from lightning_gnn.runtime.lightning import TorchCheckpointIO, _is_local_file_protocol, pl
 
 log = logging.getLogger(__name__)
@@ -23,7 +25,11 @@ class SafeCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint; keep the existing file until all is written. An OSError names the file."""
+        """Write a checkpoint; keep the existing file until all is written.
+
+        Raises:
+            OSError: The file, which it names, cannot be written; on a full disk, with the bytes needed and left.
+        """
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -37,9 +43,15 @@ class SafeCheckpointIO(TorchCheckpointIO):
             flush(target.parent)
         except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            number = getattr(error, "errno", None)
+            if (full := disk_full_cause(error)) is not None and full.errno is not None:
+                number, free = full.errno, shutil.disk_usage(target.parent).free
+                reason = (
+                    f"{os.strerror(full.errno)}; it needs {_count_bytes(checkpoint)} bytes, and its disk has "
+                    f"{free} bytes left: {DISK_ADVICE}"
+                )
             outcome = "the existing file is unchanged" if target.exists() else "nothing was written"
-            message = f"the checkpoint could not be written: {reason}; {outcome}"
-            raise OSError(getattr(error, "errno", None), message, str(target)) from error
+            raise OSError(number, f"the checkpoint could not be written: {reason}; {outcome}", str(target)) from error
         finally:
             set_crc32_options(checksums)
 
@@ -76,6 +88,26 @@ def damage_of(path: Path) -> str | None:
                 return None
         problem = f"it is empty, truncated or not a torch file ({error or type(error).__name__})"
     return problem and f"{path} is damaged: {problem}; use another checkpoint, such as one of {path.parent}"
+
+
+def _count_bytes(checkpoint: dict[str, Any]) -> int:
+    """Return the size of the file that ``torch.save`` would write."""
+    file = _CountingFile()
+    torch.save(checkpoint, cast(IO[bytes], file))  # torch uses only these methods
+    return file.size
+
+
+class _CountingFile:
+    """Counts the bytes written to it and discards them."""
+
+    size = 0
+
+    def write(self, content: bytes) -> int:
+        self.size += len(content)
+        return len(content)
+
+    def flush(self) -> None:
+        pass
 
 
 def _local(path: str | Path) -> Path:

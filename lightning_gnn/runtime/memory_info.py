@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,16 @@ from typing import Any
 import psutil
 import torch
 
+from lightning_gnn.runtime.messages import shown
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_REFUSALS = re.compile("can't allocate memory|not enough memory|can't start new thread|bad_alloc")
+"""What torch, C++ and Python say when the system refuses memory."""
 _PROCESS_CGROUPS = Path("/proc/self/cgroup")
 
 
@@ -25,6 +36,26 @@ def available_bytes(device: torch.device | None = None, ranks: int = 1) -> int |
         return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
     unused = [max(0, limit - used) for limit, used in _cgroup_limits()]
     return min([int(psutil.virtual_memory().available), *unused]) // ranks
+
+
+def out_of_memory_cause(error: BaseException | None) -> BaseException | None:
+    """Return the error about host memory that caused ``error``; None if it had another cause."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return error
+        if isinstance(error, RuntimeError) and _REFUSALS.search(str(error)):
+            return error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def free_memory() -> str:
+    """Describe the free host memory, and the address space left to this process if that is limited."""
+    text = f"{shown(available_bytes() or 0)} of memory are free"
+    if resource is not None and (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        left = max(0, limit - psutil.Process().memory_info().vms)
+        text += f", and {shown(left)} of the {shown(limit)} of address space (ulimit -v)"
+    return text
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:

@@ -86,7 +86,14 @@ class WorkerPool:
             name = f"{self._names[group]}-{number}"
             thread = threading.Thread(target=self._run, args=(group, number), name=name, daemon=True)
             self._threads[group].append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._threads[group].pop()  # only started threads can be joined
+                raise RuntimeError(
+                    f"{error} for {name}: memory (free, or ulimit -v) or the number of threads (ulimit -u) does not "
+                    "suffice; use fewer threads, or num_workers=0"
+                ) from None
 
     def wake(self, group: int) -> None:
         """Make the waiting threads of a group claim jobs again; the caller must hold the lock."""

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_gnn.cli import main as cli
+from lightning_gnn.cli.commands import export, partition, train
+from lightning_gnn.datasets.synthetic import planted_power_law
+from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.runtime.messages import REMOVED
 from tests.cli.command import NODE, lgnn
 from tests.refusals import refuses
@@ -112,8 +116,40 @@ def test_a_run_that_cannot_be(tmp_path, capfd, overrides):
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc")
 def test_a_folder_that_nobody_can_write_to(tmp_path, capfd):
-    expected = "hydra.run.dir=/proc/nowhere cannot be used: cannot create a folder in /proc: "
+    expected = "hydra.run.dir=/proc/nowhere cannot be used: cannot write to /proc: "
     assert_one_line(tmp_path, capfd, "hydra.run.dir=/proc/nowhere", expected)
+
+
+def load_nothing(*args, **options):
+    raise AssertionError("loaded before the output folder was checked")
+
+
+@pytest.mark.medium
+def test_output_folders_are_checked_first(tmp_path, capfd, monkeypatch):
+    for module in (train, partition, export):
+        monkeypatch.setattr(module, "build_data", load_nothing)
+    file, checkpoint = tmp_path / "file", tmp_path / "some.ckpt"
+    file.write_text("")
+    torch.save({"state_dict": {}}, checkpoint)
+    folder = f"{file}/new"
+    said = f"={folder} cannot be used: {file} is a file; give another folder\n"
+    calls = {
+        "out": lambda: partition.main(["parts=2", f"out={folder}"]),
+        "the folder of --to": lambda: export.main([f"ckpt_path={checkpoint}", f"--to={folder}/model.pt2"]),
+        "hydra.run.dir": lambda: lgnn(folder),
+        "hydra.sweep.dir": lambda: lgnn(folder, "-m", "seed=0,1"),
+        "output_dir": lambda: lgnn(tmp_path / "run", f"output_dir={folder}"),
+        "callbacks.best.dirpath": lambda: lgnn(tmp_path / "run", f"callbacks.best.dirpath={folder}"),
+        "logger.csv.save_dir": lambda: lgnn(tmp_path / "run", f"logger.csv.save_dir=file://{folder}"),
+    }
+    for name, call in calls.items():
+        assert call() == 2, name
+        assert capfd.readouterr().err == f"error: {name}{said}"
+    (tmp_path / "model").mkdir()
+    assert export.main([f"ckpt_path={checkpoint}", f"--to={tmp_path}/model"]) == 2
+    assert f"--to={tmp_path}/model is a folder; give a file" in capfd.readouterr().err
+    data = planted_power_law(30, 200, 3, 8)
+    refuses(ValueError, "folder=.*is a file", partition_graph, data, folder, 2, progress=load_nothing)
 
 
 @pytest.mark.slow

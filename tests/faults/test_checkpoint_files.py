@@ -1,5 +1,6 @@
 """A checkpoint being overwritten remains until the new one is complete: after a kill, a full disk, an error."""
 
+import errno
 import os
 import random
 import resource
@@ -13,7 +14,9 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.demos.boring_classes import BoringModel
 
+from lightning_gnn.callbacks import BestCheckpoint
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO, use_safe_files
 from tests.faults.chains import DATA_MODULES, Killed, Node
 from tests.full_graph.launch import CONTEXT
@@ -94,16 +97,20 @@ def test_the_file_and_its_name_are_brought_to_the_disk_from_beside_it(last, monk
 
 
 def test_a_full_disk(last):
+    save(2, last.parent / "whole.ckpt", 100_000)
+    size = (last.parent / "whole.ckpt").stat().st_size
+    (last.parent / "whole.ckpt").unlink()
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))  # the maximum file size
     try:
-        with pytest.raises(OSError, match=r"could not be written: .*the existing file is unchanged") as raised:
+        said = rf"could not be written: File too large; it needs {size} bytes, and .* left: .*file is unchanged"
+        with pytest.raises(OSError, match=said) as raised:
             save(2, last, 100_000)
         refuses(OSError, "nothing was written", save, 2, last.parent / "new.ckpt", 100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert raised.value.filename == str(last)
+    assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(last))
     assert read_number(last) == 1
     assert is_alone(last)
 
@@ -125,6 +132,13 @@ def test_links_to_the_last_checkpoint(tmp_path):
     assert isinstance(trainer.strategy.checkpoint_io, SafeCheckpointIO)
     assert (tmp_path / "last.ckpt").is_symlink()
     assert SafeCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == trainer.global_step
+
+
+def test_a_plain_trainer_with_the_callback_alone(tmp_path):
+    best = BestCheckpoint(tmp_path)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[best], enable_progress_bar=False, max_steps=1)
+    trainer.fit(BoringModel())
+    assert isinstance(trainer.strategy.checkpoint_io, SafeCheckpointIO)
 
 
 def test_a_user_s_own_way_of_writing_stays():

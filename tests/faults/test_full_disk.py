@@ -4,12 +4,16 @@ import errno
 import re
 import shutil
 import subprocess
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data
 
+from lightning_gnn.cli.command_line import UserError, raise_user_errors
+from lightning_gnn.cli.commands import export, partition
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.datasets.folder import save_folder
 from lightning_gnn.datasets.topology_files import write_csc
@@ -17,6 +21,8 @@ from lightning_gnn.features import FeatureTable
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.nn import FullInference, GraphSAGE
 from lightning_gnn.nn.inference import infer
+from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
+from tests.cli.command import lgnn
 from tests.full_graph.launch import run_script
 
 resource = pytest.importorskip("resource", reason="no limits on the size of files here")
@@ -28,10 +34,10 @@ DATA = Data(x=X, y=torch.zeros(N, dtype=torch.int64), edge_index=EDGE_INDEX)
 
 
 @contextmanager
-def limit_files():
-    """Limit this process's files to 256 KB: the system then reports a full disk."""
+def limit_files(size=256 << 10):
+    """Limit this process's files to ``size`` bytes: the system then reports a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
@@ -77,6 +83,75 @@ def test_a_file_that_cannot_grow(tmp_path, kind):
     (tmp_path / "x.npy").unlink(missing_ok=True)
     shutil.rmtree(tmp_path / "csc", ignore_errors=True)
     SAVES[kind](tmp_path)  # after space is available again
+
+
+class LimitFiles(pl.Callback):
+    """Limits files from the second epoch on, until ``trainer.fit`` ends."""
+
+    def __init__(self):
+        self.limit = ExitStack()
+
+    def on_train_epoch_start(self, trainer, *args):
+        if trainer.current_epoch == 1:
+            self.limit.enter_context(limit_files(4096))
+
+    def on_exception(self, *args):
+        self.limit.close()
+
+
+@pytest.mark.slow
+def test_a_run_whose_second_checkpoint_cannot_be_written(tmp_path, capfd):
+    assert lgnn(tmp_path, "+callbacks.limit._target_=tests.faults.test_full_disk.LimitFiles", "logger=none") == 2
+    error, *rest = capfd.readouterr().err.splitlines()
+    said = (
+        r"error: the checkpoint could not be written: File too large; it needs (\d+) bytes, and its disk has \d+ bytes "
+        r"left: free disk space, or write elsewhere; the existing file is unchanged: '(\S+best\.ckpt|\S+last\.ckpt)'"
+    )
+    found = re.fullmatch(said, error)
+    assert found, error
+    assert 0.9 < int(found[1]) / (tmp_path / "checkpoints/last.ckpt").stat().st_size < 1.1
+    assert rest[0] == "The last checkpoint can be resumed:"
+    checkpoint = rest[1].rpartition("ckpt_path=")[2]
+    assert SafeCheckpointIO().load_checkpoint(checkpoint)["epoch"] == 0
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+
+
+@pytest.mark.slow
+def test_commands_that_cannot_write_their_file(tmp_path, capfd):
+    assert lgnn(tmp_path / "run", "trainer.max_epochs=1", "model=gcn", "model.hidden_channels=1024") == 0
+    checkpoint = f"ckpt_path={tmp_path}/run/checkpoints/best.ckpt"
+    capfd.readouterr()
+    with limit_files(64 << 10):
+        codes = [
+            lgnn(tmp_path / "predict", "mode=predict", checkpoint, "data.num_nodes=6000", base=[]),
+            export.main([checkpoint, f"--to={tmp_path}/model.pt2"]),
+            partition.main(["data.num_nodes=9000", "parts=2", f"out={tmp_path}/parts", "method=random"]),
+        ]
+    assert codes == [2, 2, 2]
+    error = capfd.readouterr().err
+    for name in (r"predictions\.npy needs 72128 bytes and", r"model\.pt2", r"\S+\.npy needs \d+ bytes and"):
+        end = r"cannot be written \(File too large\): its disk has \d+ bytes left; free disk space, or write elsewhere"
+        assert re.search(rf"error: \S+{name} {end}\n", error), error
+    assert [*tmp_path.rglob("predictions*"), *tmp_path.rglob("*.pt2"), *tmp_path.rglob("*.part")] == []
+
+
+def write_archive(path):
+    """Write by torch's writer of ZIP files, which replaces the system's error."""
+    with path.open("wb") as file:
+        torch.save(torch.rand(N), file)
+
+
+def write_anywhere(path):
+    with path.open("wb") as file:
+        file.write(bytes(N))
+
+
+@pytest.mark.parametrize("write", [write_archive, write_anywhere])
+def test_writes_of_other_packages(write, tmp_path):
+    with limit_files(4096), pytest.raises(UserError) as raised, raise_user_errors(only_ours=True):
+        write(tmp_path / "some.file")
+    said = rf"a file cannot be written \(File too large\): \S+ \S+ in {Path.cwd()}, .* left; free disk space, or write"
+    assert re.match(said, str(raised.value)), raised.value
 
 
 MODEL = GraphSAGE(8, 16, num_layers=2, out_channels=4).eval()

@@ -1,6 +1,7 @@
 """``lgnn export``: export a trained model to a program that runs without this package."""
 
 import argparse
+import io
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning_gnn.cli.command_line import UserError, absolute, raise_user_error
 from lightning_gnn.cli.saved_run import rebuild
 from lightning_gnn.nn.export import check_onnx, export_onnx, export_program
 from lightning_gnn.report.console import be_quiet, say
+from lightning_gnn.runtime.files import check_writable, write_whole
 from lightning_gnn.runtime.urls import cached_path
 
 _SUFFIXES = {"torch": ".pt2", "onnx": ".onnx"}
@@ -63,6 +65,9 @@ def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
     if form == "onnx":
         check_onnx()
     check_config(cfg)
+    if path.is_dir():
+        raise ValueError(f"--to={path} is a folder; give a file, such as {path / f'model{_SUFFIXES[form]}'}")
+    check_writable(path.parent, "the folder of --to")
     data = build_data(cfg)
     if isinstance(data, HeteroData):
         raise ValueError("lgnn export writes models of homogeneous graphs; serve heterogeneous ones as examples/ do")
@@ -76,11 +81,13 @@ def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
     # Export the network in the requested format.
     num_features = data.num_features
     program = export_program(network, num_features, num_seeds)
-    path.parent.mkdir(parents=True, exist_ok=True)
     if form == "onnx":
+        path.parent.mkdir(parents=True, exist_ok=True)
         export_onnx(network, num_features, path, num_seeds)
     else:
-        torch.export.save(program, path)
+        content = io.BytesIO()  # torch aborts the process if it cannot write to its file
+        torch.export.save(program, content)
+        write_whole(path, content.getvalue())
     # Compare the program with the model on a random graph, and report the difference.
     x, edge_index = torch.randn(_NUM_NODES, num_features), torch.randint(_NUM_NODES, (2, _NUM_EDGES))
     with torch.inference_mode():

@@ -14,6 +14,7 @@ from lightning_gnn.cli.assemble import build_data, link_type, split_in_time
 from lightning_gnn.cli.command_line import UserError, raise_user_errors
 from lightning_gnn.cli.settings import gigabytes_in, parse_settings, print_with_time, read_settings
 from lightning_gnn.cli.splits import split_links
+from lightning_gnn.partitioned.folder import check_new_folder
 from lightning_gnn.partitioned.partition import Summary, partition_graph
 from lightning_gnn.report.console import say
 
@@ -31,6 +32,9 @@ Copy common/ and its own part-…/ to each machine, or everything to a shared fi
 PartitionedDataModule(FOLDER, …), or lgnn datamodule=partitioned datamodule.root=FOLDER"""
 
 
+_MEMORY_OPTIONS = ("method=ldg", "data.root=FOLDER, whose files are mapped")
+
+
 @dataclass
 class _Settings:
     parts: int = MISSING
@@ -45,9 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     description = "Partition a graph into parts balanced in nodes, edges and training seeds."
     settings = read_settings(arguments, "lgnn partition", description, _SETTINGS)
     try:
-        with raise_user_errors():
+        with raise_user_errors(memory_options=_MEMORY_OPTIONS):
             of_run = [item for item in settings if item.lstrip("+").partition("=")[0].split(".")[0] in ("data", "task")]
             chosen = parse_settings(_Settings, [item for item in settings if item not in of_run], "lgnn partition")
+            check_new_folder(chosen.out, "out")
             with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
                 cfg = compose("train", overrides=of_run)
             data, links, edge_type = build_data(cfg), None, None

@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gnn.cli.assemble import build_data, build_quiet_trainer, build_task, check_config
+from lightning_gnn.cli.assemble import build_data, build_quiet_trainer, build_task, check_config, memory_options
 from lightning_gnn.cli.choose import choose, select_datamodule
 from lightning_gnn.cli.command_line import raise_user_errors, start
 from lightning_gnn.cli.commands.plan_cpu import plan_cpu
@@ -39,6 +39,7 @@ from lightning_gnn.planning.hyscale import forecast, print_forecast
 from lightning_gnn.planning.machine import read_machine
 from lightning_gnn.report.console import be_quiet, console, describe
 from lightning_gnn.runtime.devices import num_cores
+from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.runtime.lightning import CombinedLoader, pl
 
 
@@ -51,7 +52,8 @@ def main() -> None:
 def run(cfg: DictConfig) -> None:
     """Plan the run of a composed configuration; print the plan and save it in ``output_dir``."""
     be_quiet()
-    with raise_user_errors():
+    options = memory_options(cfg)
+    with raise_user_errors(memory_options=options):
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             raise ValueError("lgnn plan makes one plan at a time: leave out -m, and run it once per choice")
         planner = select_planner(cfg)
@@ -82,7 +84,7 @@ def run(cfg: DictConfig) -> None:
                 hybrid = forecast(datamodule, module, build_quiet_trainer(cfg), machine, gpu_buffer_size)
             print_forecast(hybrid, console())
             hybrid.save(cfg.output_dir)
-    with raise_user_errors(only_ours=True), _restore_signal_handlers(), warnings.catch_warnings():
+    with raise_user_errors(True, options), _restore_signal_handlers(), warnings.catch_warnings():
         if isinstance(datamodule, MiniBatchDataModule) and (disk := datamodule.plan_disk()) is not None:
             _say(disk)
         if planner == "cpu":
@@ -99,7 +101,7 @@ def run(cfg: DictConfig) -> None:
             datamodule.setup("fit")
             placement = datamodule.plan_placement()
             _say(str(placement))
-            (_folder(cfg) / "plan.yaml").write_text(yaml.safe_dump(placement.to_dict(), sort_keys=False))
+            write_whole(Path(cfg.output_dir) / "plan.yaml", yaml.safe_dump(placement.to_dict(), sort_keys=False))
         if planner == "collective":
             assert isinstance(datamodule, CollectiveDataModule)
             plan, device = profile(datamodule, module, partial(build_quiet_trainer, cfg), cfg.plan.max_batches)
@@ -107,20 +109,14 @@ def run(cfg: DictConfig) -> None:
             _say(str(plan))
             if device.type == "cpu":
                 _say("The CPU simulated the GPU: this shows how the schedule works, not how fast a GPU is.")
-            plan.save(_folder(cfg) / "plan.yaml")
+            plan.save(path := Path(cfg.output_dir) / "plan.yaml")
             schedule = " datamodule.schedule=paper" if plan.schedule == "paper" else ""
-            _say(f"Run with this plan by datamodule.plan={_folder(cfg) / 'plan.yaml'}{schedule}")
+            _say(f"Run with this plan by datamodule.plan={path}{schedule}")
     _say(f"files in {cfg.output_dir}")
 
 
 def _say(text: str) -> None:
     console().print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _folder(cfg: DictConfig) -> Path:
-    folder = Path(cfg.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def select_planner(cfg: DictConfig) -> Literal["auto", "hybrid", "collective", "placement", "cpu"]:

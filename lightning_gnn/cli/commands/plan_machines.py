@@ -25,6 +25,7 @@ from lightning_gnn.planning import CPUForecast
 from lightning_gnn.planning.cluster import Network, Prediction, Work, machine_memory, predict
 from lightning_gnn.planning.cluster_traffic import count_traffic, row_bytes
 from lightning_gnn.planning.preparation import ahead_of
+from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.runtime.lightning import pl
 from lightning_gnn.runtime.messages import memory_bytes, shown
 from lightning_gnn.sampling.neighbor import topology_of
@@ -106,8 +107,6 @@ def plan_machines(
         )  # fmt: skip
         rows.append(_row(predicted, method, first, memory))
     _print(rows, network, cfg.plan.order + (f", cache={shown(cache)}" if cache else ""), console)
-    folder = Path(cfg.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     state = {
         "network": asdict(network),
         "order": cfg.plan.order,
@@ -115,7 +114,7 @@ def plan_machines(
         "work": asdict(work),
         "machines": rows,
     }
-    (folder / "machines.yaml").write_text(yaml.safe_dump(state, sort_keys=False))
+    write_whole(Path(cfg.output_dir) / "machines.yaml", yaml.safe_dump(state, sort_keys=False))
 
 
 def _work(found: CPUForecast, nodes: float, module: pl.LightningModule) -> Work:

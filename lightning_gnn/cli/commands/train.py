@@ -19,7 +19,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
-from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
+from lightning_gnn.cli import sweep_jobs
+from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config, memory_options
 from lightning_gnn.cli.choose import choose
 from lightning_gnn.cli.command_line import UserError, absolute, full_errors, raise_user_errors, start
 from lightning_gnn.cli.predictions import as_rows, node_names, write_npy, write_parquet
@@ -32,6 +33,7 @@ from lightning_gnn.report import collect_metrics, print_table, reporting, write_
 from lightning_gnn.report.console import be_quiet, console, describe, say, warn
 from lightning_gnn.report.pages import write_run_page
 from lightning_gnn.report.runs import write_curves
+from lightning_gnn.runtime.files import disk_full_cause
 from lightning_gnn.runtime.lightning import ModelCheckpoint, WeightAveraging, pl
 from lightning_gnn.runtime.urls import cached_path
 
@@ -46,8 +48,16 @@ def main() -> None:
 
 def _run_one(cfg: DictConfig) -> float | None:
     """Run once and return the score that a sweep optimizes; a failing run does not end its sweep."""
+    score = f"val_{cfg.task.metric}"
+    if (metrics := sweep_jobs.metrics_if_done()) is not None:
+        return metrics.get(score)
     try:
-        return run(cfg).get(f"val_{cfg.task.metric}")
+        metrics = run(cfg)
+        sweep_jobs.finish(metrics)
+        return metrics.get(score)
+    except (KeyboardInterrupt, SystemExit):
+        sweep_jobs.print_jobs_left()
+        raise
     except Exception as error:
         if HydraConfig.get().mode != RunMode.MULTIRUN or full_errors():
             raise
@@ -63,7 +73,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     # Build all objects of the run; mistakes in the configuration are reported without a traceback.
     begin, started = time.perf_counter(), datetime.now().astimezone()
     be_quiet()
-    with raise_user_errors():
+    options = memory_options(cfg)
+    with raise_user_errors(memory_options=options):
         check_config(cfg)
         if cfg.torch_threads is not None:
             torch.set_num_threads(cfg.torch_threads)
@@ -83,7 +94,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 
     # Train or predict while a lock keeps other runs out of the output folder.
     ckpt_path = None if cfg.ckpt_path is None else str(cached_path(absolute(cfg.ckpt_path)))
-    with _lock_folder(cfg.output_dir, trainer), _handle_interruption(trainer), raise_user_errors(only_ours=True):
+    with _lock_folder(cfg.output_dir, trainer), _handle_interruption(trainer), raise_user_errors(True, options):
         if cfg.mode == "predict":
             scores = _predict(cfg, trainer, module, datamodule, ckpt_path)
         else:
@@ -219,9 +230,14 @@ def _lock_folder(directory: str, trainer: pl.Trainer) -> Iterator[None]:
 
 @contextmanager
 def _handle_interruption(trainer: pl.Trainer) -> Iterator[None]:
-    """After an interruption, print how to resume and exit with the signal's exit code."""
+    """After an interruption, print how to resume and exit with the signal's exit code; name it after a full disk."""
     try:
         yield
+    except UserError as error:
+        last = _last_checkpoint(trainer) if disk_full_cause(error) is not None else None
+        if last is None or trainer.state.fn != "fit":
+            raise
+        raise UserError(f"{error}\nThe last checkpoint can be resumed:\n  {_resume_command(last)}") from error
     except (KeyboardInterrupt, SystemExit) as exit_:
         stop = _callback(trainer, StopOnSignal)
         if not trainer.interrupted and (stop is None or stop.signal is None):
@@ -235,14 +251,18 @@ def _handle_interruption(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _print_how_to_resume(trainer: pl.Trainer, saved: str | None) -> None:
-    paths = {getattr(item, name, "") for item in trainer.checkpoint_callbacks for name in _CHECKPOINT_PATHS}
-    files = [Path(path) for path in paths if path and Path(path).is_file()]
-    checkpoint = Path(saved) if saved else max(files, key=lambda path: path.stat().st_mtime, default=None)
+    checkpoint = Path(saved) if saved else _last_checkpoint(trainer)
     if checkpoint is None:
         say("Interrupted; no checkpoint was saved to resume from.", "yellow")
         return
     resumable = "The run can be resumed where it stopped:" if saved else "The last checkpoint can be resumed:"
     say(f"Interrupted. {resumable}\n  {_resume_command(checkpoint)}", "yellow")
+
+
+def _last_checkpoint(trainer: pl.Trainer) -> Path | None:
+    paths = {getattr(item, name, "") for item in trainer.checkpoint_callbacks for name in _CHECKPOINT_PATHS}
+    files = [Path(path) for path in paths if path and Path(path).is_file()]
+    return max(files, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _resume_command(checkpoint: Path) -> str:
