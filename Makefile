@@ -9,7 +9,11 @@ ARGS ?=
 # Tests start hundreds of processes, each of which would compile every module.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train lint check test test-all bench bench-gpu docs clean
+PYTHON310 ?= python3.10
+PYTHON312 ?= python3.12
+PYTHON313 ?= python3.13
+
+.PHONY: train lint check test test-all test-versions test-lowest test-3.12 test-3.13 test-aarch64 bench bench-gpu docs clean
 
 # uv installs in a tenth of pip's time. It takes over the indexes and constraints of pip's configuration; where it
 # fails, pip installs.
@@ -61,6 +65,37 @@ test: lint
 
 test-all: lint
 	$(PYTEST) --slice all $(ARGS)
+
+# The fast tests with the lowest versions that pyproject.toml allows on the oldest Python, and with those of
+# constraints.txt on newer Pythons. The other Pythons may be given: make test-versions PYTHON310=path. An index may hold
+# only CUDA builds of torch for them, several GB; UV_TORCH_BACKEND=cpu takes CPU builds where PyTorch's own can be reached.
+test-versions: test-lowest test-3.12 test-3.13
+
+# $(1) is a Python, $(2) a file of versions.
+define test_version
+	$(BIN)/uv venv --quiet --clear --python '$(1)' $(VENV)/versions/$@
+	$(UV_INSTALL) --python $(VENV)/versions/$@/bin/python --constraint $(2) --editable '.[dev]'
+	$(VENV)/versions/$@/bin/python -m pytest --numprocesses auto --dist worksteal \
+		-m 'not slow and not medium' --hypothesis-profile small $(ARGS)
+endef
+UV_INSTALL = $(BIN)/uv pip install --quiet --index-strategy unsafe-best-match $$($(PIP_OPTIONS))
+
+# Tools of the tests have no lowest versions.
+test-lowest: $(VENV)/.installed
+	mkdir -p $(VENV)/versions
+	$(BIN)/uv pip compile --quiet --python '$(PYTHON310)' --resolution lowest-direct --extra convert --extra gpu --extra partition \
+		--index-strategy unsafe-best-match $$($(PIP_OPTIONS)) --output-file $(VENV)/versions/lowest.txt pyproject.toml
+	$(call test_version,$(PYTHON310),$(VENV)/versions/lowest.txt)
+
+test-3.12: $(VENV)/.installed
+	$(call test_version,$(PYTHON312),constraints.txt)
+
+test-3.13: $(VENV)/.installed
+	$(call test_version,$(PYTHON313),constraints.txt)
+
+# The fast tests on aarch64, by QEMU: 1 h and more. It needs the rights of root, and skips where something is missing.
+test-aarch64: $(VENV)/.installed
+	UV_OPTIONS="$$($(PIP_OPTIONS))" tests/aarch64.sh $(ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.sampling.neighbors $(ARGS)

@@ -20,7 +20,7 @@ from torch_geometric.sampler.base import DataType, SubgraphType
 from torch_geometric.sampler.utils import reverse_edge_type
 
 from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler
-from lightning_gnn.graph.csc import CSCGraph, check_edge_index
+from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.sample.definition import check_fanouts
@@ -259,8 +259,7 @@ def _read_topology(data: Data | HeteroData) -> CSCGraph | HeteroCSCGraph:
         if data.get("graph") is not None:
             raise ValueError("PyG's loaders need data.edge_index: for data.graph use the loaders of lightning_gnn")
         edge_index = torch.empty((2, 0), dtype=torch.int64)
-    check_edge_index(edge_index)
-    return CSCGraph.from_edge_index(edge_index.as_subclass(Tensor), data.num_nodes)
+    return CSCGraph.from_edge_index(edge_index, data.num_nodes)
 
 
 def _read_remote_topology(features: FeatureStore, store: GraphStore) -> CSCGraph | HeteroCSCGraph:

@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_sparse
 
 from lightning_gnn.features.table import check_finite_rows
-from lightning_gnn.graph.csc import check_ids, unexpected_graph
+from lightning_gnn.graph.csc import check_ids, unexpected_graph, unwrap
 from lightning_gnn.runtime.lightning import rank_zero_info
 from lightning_gnn.runtime.memory_info import total_bytes
 
@@ -186,7 +186,7 @@ def check_edges(edges: object, sizes: tuple[int, int], name: str) -> Tensor:
         raise ValueError(f"{name} must have the shape [2, n], but has {list(pairs.shape)}{fix}")
     for side, count in enumerate(sizes):
         check_ids(pairs[side], count, name)
-    return pairs.as_subclass(Tensor).to(torch.int64)
+    return unwrap(pairs).to(torch.int64)
 
 
 def check_edge_labels(labels: object, num_edges: int, name: str) -> Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData
 
 from lightning_gnn.features.arrays import load_array, save_arrays
@@ -127,7 +128,7 @@ class CSCGraph:
             ValueError: The shape is wrong, a node is outside ``[0, num_nodes)``, or its offsets exceed the memory.
         """
         check_edge_index(edge_index)
-        edge_index = edge_index.detach().cpu()
+        edge_index = unwrap(edge_index).detach().cpu()
         num_nodes = _count_nodes(edge_index if num_sources is None else edge_index[1], num_nodes)
         count_of_sources = num_nodes if num_sources is None else _count_nodes(edge_index[0], num_sources)
         for side, count in enumerate((count_of_sources, num_nodes)):
@@ -453,6 +454,12 @@ def check_edge_index(edge_index: Tensor) -> None:
     check_integers(edge_index, "edge_index")
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(f"edge_index must have the shape [2, num_edges], but has {list(edge_index.shape)}")
+
+
+def unwrap(indices: Tensor) -> Tensor:
+    """Return PyG's EdgeIndex, or another subclass, as a plain tensor that shares its memory."""
+    # as_subclass of torch 2.8 refuses an EdgeIndex, which wraps its tensor.
+    return indices.as_tensor() if isinstance(indices, EdgeIndex) else indices.as_subclass(Tensor)
 
 
 def check_ids(ids: Tensor, count: int, name: str, kind: str = "node") -> None:

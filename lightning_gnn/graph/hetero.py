@@ -151,6 +151,4 @@ def _convert_store(store: EdgeStorage, num_sources: int, num_targets: int) -> CS
     edge_index = store.get("edge_index")
     if edge_index is None:
         edge_index = torch.empty((2, 0), dtype=torch.int64)
-    if isinstance(edge_index, Tensor):
-        edge_index = edge_index.as_subclass(Tensor)
     return CSCGraph.from_edge_index(edge_index, num_targets, num_sources)

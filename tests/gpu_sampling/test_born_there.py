@@ -77,16 +77,20 @@ def test_batches_are_born_on_the_device_and_nobody_waits(monkeypatch, order):
     # A copy from page-locked memory is asynchronous.
     monkeypatch.setattr(module, "to_device_async", lambda tensor, device: tensor.to(device, non_blocking=True))
     monkeypatch.setattr(devices, "works", lambda attempt: False)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        # torch 2.8 moves only fake tensors to a device that is not there.
         placed = data.clone()
-        tables = {"x": FeatureTable(data.x.to(GPU)), "edge_attr": FeatureTable(data.edge_attr.to(GPU))}
+        tables = {
+            "x": FeatureTable(mode.from_tensor(data.x).to(GPU)),
+            "edge_attr": FeatureTable(mode.from_tensor(data.edge_attr).to(GPU)),
+        }
         for name in {*placed.keys()} - {"x", "edge_attr", "edge_index"}:
-            placed[name] = placed[name].to(GPU)
+            placed[name] = mode.from_tensor(placed[name]).to(GPU)
         batches = {"batch_sampler": [[*range(10)]] * 3} if order == "the user's" else {"batch_size": 10}
         stages = partial(DevicePipeline, device=GPU)
         loader = NodeLoader(placed, sampler, **batches, tables=tables, seed=1, pipeline=stages)
         pipeline = loader.pipeline
-        pipeline._device_seeds = loader.input_data.node.to(GPU), None  # as after the first mini-batch
+        pipeline._device_seeds = mode.from_tensor(loader.input_data.node).to(GPU), None  # as after the first mini-batch
         there = (torch.empty(10, dtype=torch.int64, device=GPU) for _ in range(2))
         tasks = (
             list(loader.tasks(0)) if order == "the user's" else [BatchTask(0, n, ids) for n, ids in enumerate(there)]

@@ -275,7 +275,12 @@ def test_no_transform_makes_trimmed_scores_of_edges_wrong(loader, transform, par
 
 
 def add_metapaths(batch):
-    return T.AddMetaPaths([[WRITES, READ]])(batch)
+    # The product of MKL that PyG calls reads unwritten memory where edges repeat (docs/how-to/when-it-hangs.md).
+    unique = T.RemoveDuplicatedEdges()(batch)
+    added = T.AddMetaPaths([[WRITES, READ]])(unique)
+    (metapath,) = added.metapath_dict
+    batch[metapath].edge_index = added[metapath].edge_index
+    return batch
 
 
 def add_type(batch):
