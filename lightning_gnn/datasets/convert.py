@@ -1,24 +1,29 @@
 """Out-of-core conversion of table files to a folder of ``.npy`` files for :func:`load_folder`."""
 
+import errno
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import psutil
 import torch
+from filelock import FileLock, Timeout
 from torch_geometric.typing import EdgeType
 
 from lightning_gnn.datasets.column_names import MASKS, SPLITS
 from lightning_gnn.datasets.edge_order import EdgeOrder
 from lightning_gnn.datasets.folder import load_folder
 from lightning_gnn.datasets.hetero_folder import BETWEEN, TYPES, type_folders
+from lightning_gnn.datasets.id_types import ID_RULES, IdRule
 from lightning_gnn.datasets.named_tables import (
     EDGE_TYPE,
     ENDPOINTS,
-    INTEGER_TYPES,
     NODE_TYPE,
     MessageSink,
     NamedTables,
@@ -26,13 +31,14 @@ from lightning_gnn.datasets.named_tables import (
 )
 from lightning_gnn.datasets.published_files import detect_published
 from lightning_gnn.datasets.synthetic import Labels
-from lightning_gnn.datasets.table_files import TableFiles, as_name, as_text, find_files
+from lightning_gnn.datasets.table_files import INTEGER_TYPES, TableFiles, as_name, as_text, describe_row, find_files
 from lightning_gnn.datasets.text_files import check_content
 from lightning_gnn.datasets.topology_files import TOPOLOGY
 from lightning_gnn.features.arrays import as_numpy, save_arrays, write_blocks
 from lightning_gnn.features.table import FEATURE_DTYPES, check_finite_rows
 from lightning_gnn.graph.csc import index_dtype
 from lightning_gnn.runtime.files import write_whole
+from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.runtime.messages import shown
 from lightning_gnn.runtime.urls import local_path
 
@@ -43,9 +49,8 @@ _MIN_CODE, _MAX_CODES, _MAX_CLASS_NUMBER = 1 << 16, 1000, 1 << 24
 """Smallest value of a label that may be a code, maximum number of codes, and limit of labels that are class numbers."""
 Tables: TypeAlias = str | Path | Mapping[str, str | Path]
 _MIN_ANNOUNCED = 20_000_000  # minimum number of edges and node attributes for an estimate of the cost
-_SECONDS_PER_EDGE, _SECONDS_PER_VALUE = 0.45e-6, 0.045e-6  # with two cores, measured
 _BYTES_PER_EDGE, _BYTES_PER_VALUE = 20, 6  # in the database and the folder
-_NUMBERED_BYTES, _SORTED_BYTES = 12, 24  # per edge between nodes with ids: in the database; while sorted out of core
+_NUMBERED_BYTES = 12  # per edge between nodes with ids, also while sorted out of core
 _DATABASE_MEMORY_FRACTION = 0.6  # the rest of `memory` buffers rows between the database and the files
 
 
@@ -59,6 +64,7 @@ def convert_tables(
     random_labels: int = 0,
     say: MessageSink = lambda message: None,
     feature_dtype: str = "float32",
+    ids: IdRule = "auto",
 ) -> dict[str, int]:
     """Convert edge and node tables to a folder for :func:`~lightning_gnn.datasets.folder.load_folder`.
 
@@ -84,6 +90,9 @@ def convert_tables(
             of the nodes.
         say: Called with a message for each step.
         feature_dtype: ``"float32"``, or ``"float16"`` or ``"bfloat16"``, which store features in half of the bytes.
+        ids: How to compare ids, in both ends of the edges and in the node table: ``"number"`` as integers (``007`` and
+            ``7.0`` are 7), ``"text"`` as they are written, ``"auto"`` as integers if all are, else as texts. It raises
+            an error if a few texts are among integers or if two texts are the same number.
 
     Returns:
         The number of nodes of each node type, then the number of edges of each edge type.
@@ -91,12 +100,16 @@ def convert_tables(
     Raises:
         FileExistsError, FileNotFoundError: ``out`` exists already, or a file is missing.
         ModuleNotFoundError: DuckDB is missing, or pyarrow for Arrow files.
+        BlockingIOError: Another process converts to ``out``.
+        MemoryError: The process gets less memory than ``memory``.
         OSError: The disk is full.
         ValueError: A file cannot be read or holds no rows, there are as many classes as nodes, an id is missing or
             occurs twice, an edge refers to an unknown node, type names mismatch, or a name is not a valid file name.
     """
     if getattr(torch, feature_dtype, None) not in FEATURE_DTYPES:
         raise ValueError(f"feature_dtype={feature_dtype!r} is unknown; use float32, float16 or bfloat16")
+    if ids not in ID_RULES:
+        raise ValueError(f"ids={ids!r} is unknown; use {', '.join(ID_RULES)}")
     out = local_path(out)
     folder = out.with_name(f"{out.name}.partial")
     if os.path.lexists(out):
@@ -106,22 +119,43 @@ def convert_tables(
     for path in (*edges.values(), *tables.values()):
         for file in find_files(path):
             check_content(file)
+    options = (undirected, random_features, random_labels), feature_dtype, ids
+    with _lock(folder), _name_what_lacks(folder, memory) as needed:
+        return _convert(out, folder, edges, tables, is_homogeneous, memory, options, say, needed)
+
+
+def _convert(
+    out: Path,
+    folder: Path,
+    edges: dict[EdgeType, str | Path],
+    tables: dict[str, str | Path],
+    is_homogeneous: bool,
+    memory: int,
+    options: tuple[tuple[bool, int, int], str, IdRule],
+    say: MessageSink,
+    needed: list[int],
+) -> dict[str, int]:
+    """Convert tables in the folder ``folder``, and rename the result; append the disk space to ``needed``."""
+    drawn, feature_dtype, ids = options
     published = detect_published(edges[EDGE_TYPE], folder / "unpacked") if is_homogeneous else None
     of_edges = edges.values() if published is None else published.files
     files = {str(path): _fingerprint_files(path) for path in (*of_edges, *tables.values())}
-    random_options = random_features, random_labels
     inputs = [sorted((str(edge_type), str(path)) for edge_type, path in names.items()) for names in (edges, tables)]
-    fingerprint = [7, *inputs, undirected, *random_options, feature_dtype, files]
+    fingerprint = [8, *inputs, *options, files]
     budget = int(memory * _DATABASE_MEMORY_FRACTION)
     database = TableFiles(folder / "database", budget, fingerprint, folder / "graph", say)
     if database.resumed:
         say("resuming an interrupted conversion")
     try:
         if published is None and not database.resumed:
-            _announce_cost(database, edges.values(), tables.values(), budget, say)
+            size, announced = _estimate_disk(database, edges.values(), tables.values())
+            needed.append(size)
+            if announced:
+                say(announced)
         conversion = _Conversion(database, folder / "graph", edges, tables, is_homogeneous, published, say)
+        conversion.id_rule = ids
         conversion.feature_dtype, conversion.memory = getattr(torch, feature_dtype), memory - budget
-        counts = conversion.run(undirected, *random_options)
+        counts = conversion.run(*drawn)
     finally:
         database.close()
     # Run the checks of load_folder once, before the folder gets its name.
@@ -132,31 +166,75 @@ def convert_tables(
     return counts
 
 
-def _announce_cost(
-    database: TableFiles, edges: Iterable[str | Path], tables: Iterable[str | Path], memory: int, say: MessageSink
-) -> None:
-    """Report the expected size, time and disk space of a large conversion."""
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Lock the folder of a conversion against other processes; a killed process leaves no lock."""
+    is_new, owner = not folder.exists(), folder / "owner"
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        if is_new:
+            stack.callback(_remove_if_unused, folder)
+        try:
+            stack.enter_context(FileLock(folder / ".running", timeout=0, thread_local=False))
+        except Timeout:
+            by = owner.read_text() if owner.exists() else "another process"
+            raise BlockingIOError(f"{folder} is in use by {by}: wait until it ends, or choose another out=") from None
+        except (NotImplementedError, OSError):
+            pass  # a file system without locks
+        write_whole(owner, f"process {os.getpid()} on {platform.node()}")
+        yield
+
+
+def _remove_if_unused(folder: Path) -> None:
+    """Remove a folder in which a conversion has not begun."""
+    if folder.exists() and {path.name for path in folder.iterdir()} <= {".running", "owner"}:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _name_what_lacks(folder: Path, memory: int) -> Iterator[list[int]]:
+    """Complete the errors of a full disk and of too little memory; yield a list for the disk space needed."""
+    needed: list[int] = []
+    try:
+        yield needed
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(folder).free
+        total = f", and about {shown(sum(needed))} are needed in all" if sum(needed) else ""
+        where = f"no space left on device for {folder}: {shown(free)} are free{total}"
+        fix = "free disk space and repeat the call, which goes on; or remove the folder, and choose another out="
+        raise OSError(errno.ENOSPC, f"{where}; {fix}") from None
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't start new thread" not in str(error):
+            raise
+        process = psutil.Process()
+        limit = process.rlimit(psutil.RLIMIT_AS)[0] if hasattr(process, "rlimit") else -1
+        free, of = available_bytes() or 0, "free"
+        if 0 <= limit - process.memory_info().vms < free:
+            free, of = limit - process.memory_info().vms, f"left of the address space of {shown(limit)} (ulimit -v)"
+        reason = f" ({error})" if str(error) else ""
+        asked = f"memory={shown(memory).replace(' ', '')} is more than the process gets: {shown(free)} are {of}{reason}"
+        fix = "give a smaller memory=, or raise the limit, and repeat the call, which goes on"
+        raise MemoryError(f"{asked}; {fix}") from None
+
+
+def _estimate_disk(database: TableFiles, edges: Iterable[str | Path], tables: Iterable[str | Path]) -> tuple[int, str]:
+    """Estimate the disk space that a conversion needs, at least; return it and a message."""
     num_edges = sum(database.estimate(path)[0] for path in edges)
     shapes = [database.estimate(path) for path in tables]
     num_values = sum(rows * columns for rows, columns in shapes)
-    if num_edges + num_values < _MIN_ANNOUNCED:
-        return
-    seconds = num_edges * _SECONDS_PER_EDGE + num_values * _SECONDS_PER_VALUE
     size = num_edges * _BYTES_PER_EDGE + num_values * _BYTES_PER_VALUE
     with_ids = size + num_edges * _NUMBERED_BYTES
-    if num_edges * _SORTED_BYTES > memory:
-        with_ids += num_edges * _SORTED_BYTES
     if not shapes:  # nodes without a table always have ids
         size = with_ids
+    if num_edges + num_values < _MIN_ANNOUNCED:
+        return size, ""
     needed = f"{shown(size)} of disk" + (f" ({shown(with_ids)} if nodes have ids)" if shapes else "")
     free = shutil.disk_usage(database.folder).free
-    num_rows, warning = sum(rows for rows, _ in shapes), ": probably too little" if free < size else ""
-    say(f"about {num_edges:,} edges and {num_rows:,} rows of nodes: {_shown_time(seconds)} with two cores")
-    say(f"about {needed} are needed meanwhile, and {shown(free)} are free{warning}")
-
-
-def _shown_time(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+    warning = ": probably too little" if free < size else ""
+    rows = f"{num_edges:,} edges and {sum(rows for rows, _ in shapes):,} rows of nodes"
+    return size, f"about {rows} need {needed} meanwhile, and {shown(free)} are free{warning}"
 
 
 def _by_type(source: Tables, nodes: Tables | None) -> tuple[dict[EdgeType, str | Path], dict[str, str | Path], bool]:
@@ -422,9 +500,13 @@ class _Conversion(NamedTables):
 
     def _write_ids(self, name: str, folder: Path, count: int) -> None:
         table = table_name("ids", name)
-        if self.database.columns(table)["id"] not in INTEGER_TYPES[:-2]:  # int64 cannot hold the last two
-            ids = as_name(table)
-            self.database.query(f"COPY (SELECT * FROM {ids} ORDER BY number) TO {as_text(folder / 'id.parquet')}")
+        ids, sql_type = as_name(table), self.database.columns(table)["id"]
+        # Unsigned and 128-bit integers may exceed int64; Parquet would store the latter as floats.
+        fits = f"SELECT max(id) < {1 << 63} AND min(id) >= {-1 << 63} FROM {ids}"
+        if sql_type not in INTEGER_TYPES or not self.database.query(fits)[0][0]:
+            chosen = "id::VARCHAR AS id" if sql_type == "HUGEINT" else "id"
+            ordered = f"SELECT {chosen}, number FROM {ids} ORDER BY number"
+            self.database.query(f"COPY ({ordered}) TO {as_text(folder / 'id.parquet')}")
         elif not (folder / "id.npy").exists():
             blocks = (block["id"] for block in self.database.blocks(table, {"id": "id::BIGINT"}, _NUMBERS_PER_BLOCK))
             write_blocks(folder / "id.npy", np.int64, (count,), blocks)
@@ -522,18 +604,15 @@ class _Conversion(NamedTables):
                 )
                 for value, row in self.database.query(missing):
                     path, nodes = self.edges[edge_type], self.tables.get(node_type, "the edges")
-                    raise ValueError(f"{path}: the {end} of row {row}, {value!r}, is not a node of {nodes}")
+                    where = f"the {end} of {describe_row(path, row)}, {value!r}"
+                    raise ValueError(f"{path}: {where}, is not a node of {nodes}")
         return name, numbers[0], numbers[1]
 
     def _choose_cast(self, edge_type: EdgeType, end: str, node_type: str) -> str:
         """Return the SQL cast with which an edge endpoint is compared with node ids."""
         table = self.names[edge_type]
-        sql_types = self.database.columns(table)[end], self.database.columns(table_name("ids", node_type))["id"]
-        if sql_types[0] == sql_types[1]:
-            return ""
-        if not self._has_row_ids(node_type):
-            return "" if all(name.partition("(")[0] in _NUMERIC for name in sql_types) else "::VARCHAR"
-        if sql_types[0] in INTEGER_TYPES:
+        sql_type = self.database.columns(table)[end]
+        if not self._has_row_ids(node_type) or sql_type in INTEGER_TYPES:
             return ""
         is_integer = f"TRY_CAST({as_name(end)} AS DOUBLE) = TRY_CAST({as_name(end)} AS BIGINT)"
         invalid = f"{as_name(end)} IS NOT NULL AND NOT coalesce({is_integer}, false)"
@@ -541,8 +620,10 @@ class _Conversion(NamedTables):
             f"SELECT {as_name(end)}, rowid FROM {as_name(table)} WHERE {invalid} LIMIT 1"
         ):
             nodes = self.tables.get(node_type, "the graph")
-            problem = f"the {end} of row {row}, {value!r}, is not a row number, as which it is read because"
-            raise ValueError(f"{self.edges[edge_type]}: {problem} {nodes} has no column id")
+            path = self.edges[edge_type]
+            where = f"the {end} of {describe_row(path, row)}, {value!r}"
+            problem = "is not a row number, as which it is read because"
+            raise ValueError(f"{path}: {where}, {problem} {nodes} has no column id")
         return "::BIGINT"
 
 

@@ -10,13 +10,13 @@ from torch_geometric.typing import EdgeType
 from lightning_gnn.datasets.column_names import NODE_COLUMNS, find_columns, is_endpoint_name, is_id_name
 from lightning_gnn.datasets.folder import class_numbers
 from lightning_gnn.datasets.hetero_folder import BETWEEN
+from lightning_gnn.datasets.id_types import IdColumn, IdRule, unify_ids
 from lightning_gnn.datasets.published_files import PublishedGraph, read_ids, unpack
-from lightning_gnn.datasets.table_files import TableFiles, as_name, as_text
+from lightning_gnn.datasets.table_files import INTEGER_TYPES, TableFiles, as_name, as_text
 from lightning_gnn.features.arrays import load_array, save_arrays
 
 NODE_TYPE, EDGE_TYPE = "node", ("node", "to", "node")
 ENDPOINTS = "source", "target"
-INTEGER_TYPES = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "HUGEINT")
 _MAX_RELATIONS = 20_000  # maximum for triples; a column with more values is likely not a relation
 _MIN_NODES_FOR_NAMES = 5  # graphs with fewer nodes may have as many classes as nodes
 MessageSink = Callable[[str], None]
@@ -29,6 +29,8 @@ def table_name(prefix: str, name: str) -> str:
 
 class NamedTables:
     """The tables of one conversion; steps whose table exists are skipped."""
+
+    id_rule: IdRule = "auto"
 
     def __init__(
         self,
@@ -58,11 +60,28 @@ class NamedTables:
         for edge_type, path in self.edges.items():
             self.say(f"reading {path}")
             self._read_edges(edge_type, path)
-        if self.is_homogeneous and "relation" in self.database.columns(self.names[EDGE_TYPE]):
-            self._split_relations()
+        # Both ends of an edge, and all files with ids of a node type, must agree in the type of ids.
+        for name in self.types if self.rows is None else ():
+            self._unify_ids(name, None if name in self.tables else False)
         for name, path in self.tables.items():
             if self.published is None or path != self.published.features:
                 self._choose_ids(name)
+                if "id" in self.database.columns(table_name("nodes", name)):
+                    self._unify_ids(name, True)
+        if self.is_homogeneous and "relation" in self.database.columns(self.names[EDGE_TYPE]):
+            self._split_relations()
+
+    def _unify_ids(self, name: str, known: bool | None) -> None:
+        """Give all columns with ids of a node type one type; ``known``: include those of its table."""
+        columns = [
+            IdColumn(self.names[edge_type], end, self.edges[edge_type])
+            for edge_type in self.edges
+            for end, end_type in zip(ENDPOINTS, (edge_type[0], edge_type[2]), strict=True)
+            if end_type == name
+        ]
+        if known:
+            columns.append(IdColumn(table_name("nodes", name), "id", self.tables[name]))
+        unify_ids(self.database, columns, self.id_rule, known, lambda line: self.say(f"{line}{self.type_suffix(name)}"))
 
     def _read(
         self, table: str, path: str | Path, edges: bool, check: Callable[[], None], header: bool | None = None
@@ -96,6 +115,7 @@ class NamedTables:
                 names = [[*columns][n] for n in (0, 2, 1)]
         if len(names) > 2 and not self.is_homogeneous:
             names = names[:2]
+        self.database.read_as_text(table, names[:2])
         self.database.rename(table, dict(zip(names, (*ENDPOINTS, "relation"), strict=False)))
 
     def _are_triples(self, edge_type: EdgeType, columns: Mapping[str, str]) -> bool:
@@ -164,12 +184,15 @@ class NamedTables:
         elif number == count >= (2 if label == "Label" else _MIN_NODES_FOR_NAMES):  # Gephi writes names as Label
             names = f"has {count} distinct values for {count} nodes, so it holds names"
             raise ValueError(f"{path}: the column {label} {names}; rename it, and name the column to predict label")
+        self.database.read_as_text(table, [column for column, known in renamed.items() if known == "id"])
         self.database.rename(table, renamed)
 
     def _choose_ids(self, name: str) -> None:
         """Find the node column that edges refer to if it is not named id or if there are several candidates."""
-        # Candidates have a name like an id, or may hold ids if no column is named id.
         table, path = table_name("nodes", name), self.tables[name]
+        if "id" in self.database.columns(table):
+            unify_ids(self.database, [IdColumn(table, "id", path)], self.id_rule, None, self.say)
+        # Candidates have a name like an id, or may hold ids if no column is named id.
         columns = self.database.columns(table)
         first = next(iter(columns))
         candidates = [

@@ -1,10 +1,12 @@
 """Reads CSV, Parquet, Arrow or ``.npy`` files into an on-disk DuckDB database with bounded memory."""
 
+import errno
 import glob
 import gzip
 import json
 import shutil
 import threading
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ Columns = dict[str, npt.NDArray[Any]]
 TEXT = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".cites", ".content", ".dat", ".data")  # text files
 _PARQUET, _ARROW = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
 _COMPRESSED = (".gz", ".zst")
+INTEGER_TYPES = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "HUGEINT")
 _SAMPLE_BYTES = 1 << 20  # bytes of a text file from which its number of rows is estimated
 _SECONDS_PER_REPORT = 5.0  # seconds between two looks at the progress of a query or scan
 _MISSING_PACKAGE = '{} needs {} ({}): pip install "lightning-gnn[convert]"'
@@ -60,18 +63,23 @@ class TableFiles:
         # DuckDB measures its progress only with the progress bar, which is not printed.
         self.connection.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
         self._say, self._closed = say, threading.Event()
+        # The scan of the text file that is being read, given the columns to read as texts.
+        self._text_scan: Callable[[Sequence[str]], str] | None = None
+        self._started = time.perf_counter()  # of the query or scan
         self._scanned: int | None = None  # percentage of a table that is read in blocks
         self._reporter = threading.Thread(target=self._report_progress, name="lightning-gnn-progress", daemon=True)
         self._reporter.start()
 
     def _report_progress(self) -> None:
-        """Report the tenths of a query or scan that takes long."""
+        """Report the tenths of a query or scan that takes long, and the time that the rest takes at this rate."""
         reported = 0
         while not self._closed.wait(_SECONDS_PER_REPORT):
             scanned = self._scanned
-            tenths = int(self.connection.query_progress() if scanned is None else scanned) // 10
+            percent = self.connection.query_progress() if scanned is None else scanned
+            tenths = int(percent) // 10
             if 0 < tenths < 10 and tenths != reported:
-                self._say(f"  {10 * tenths} %")
+                left = (time.perf_counter() - self._started) * (100 - percent) / percent
+                self._say(f"  {10 * tenths} %, about {_shown_time(left)} left for this step")
             reported = tenths
 
     def close(self) -> None:
@@ -82,6 +90,7 @@ class TableFiles:
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
         """Return the rows of a small result."""
+        self._started = time.perf_counter()
         with self._translate_errors():
             return list(self.connection.execute(sql).fetchall())
 
@@ -89,10 +98,18 @@ class TableFiles:
     def _translate_errors(self) -> Iterator[None]:
         try:
             yield
-        except self.error as error:
+        except (self.error, RuntimeError) as error:
             name, message = type(error).__name__, "; ".join(str(error).partition("\n\n")[0].splitlines())
-            if name == "OutOfMemoryException" or (name == "IOException" and "No space left" in message):
+            if name == "InterruptException" or message == "Query interrupted":
+                raise KeyboardInterrupt from None  # DuckDB handles Ctrl-C itself during a query
+            if name == "IOException" and "No space left" in message:
+                raise OSError(errno.ENOSPC, message) from None
+            if name == "OutOfMemoryException" and "failed to allocate" in message:
+                raise MemoryError(message) from None
+            if name == "OutOfMemoryException":
                 raise OSError(f"{message}; free disk space, or increase memory=, and repeat the call") from None
+            if not isinstance(error, self.error):
+                raise
             raise ValueError(message) from None
 
     def estimate(self, path: str | Path) -> tuple[int, int]:
@@ -104,7 +121,7 @@ class TableFiles:
             ((rows,),) = self.query(f"SELECT sum(num_rows) FROM {scan}")
             return int(rows), len(self.query(f"DESCRIBE SELECT * FROM read_parquet({as_text(files[0])})"))
         if ending == ".npy":
-            return max(load_array(files[0]).shape), 2
+            return max(_load_edges(files[0]).shape, default=0), 2
         if ending not in TEXT or files[0].suffix.lower() in _COMPRESSED:
             return 0, 0
         with files[0].open("rb") as file:
@@ -139,6 +156,8 @@ class TableFiles:
         def check_rows() -> None:
             if not self.count(name):
                 raise ValueError(f"{path} holds no {'edges' if edges else 'nodes'}{line}")
+            if header:
+                self._check_repeated_header(name, path, first.first)
             try:
                 check()
             except ValueError as error:
@@ -185,6 +204,7 @@ class TableFiles:
             for layout in layouts
         )
         files = [layout.file for layout in layouts]
+        is_list = edges and not header
         named = f"names = [{', '.join(map(as_text, first.names))}], " if first.names and not header else ""
         # Guess column types from the first rows, or from all rows if later ones differ.
         for sample in ("", ", sample_size = -1") if is_uniform else ():
@@ -192,10 +212,10 @@ class TableFiles:
             scan = (
                 f"read_csv([{', '.join(map(as_text, files))}], delim = {as_text(first.separator)}, quote = {quote}, "
                 f"escape = {escape}, header = {header}, skip = {first.skip}, comment = '', {named}"
-                f"compression = {as_text('gzip' if is_gzip(first.file) else 'none')}{sample})"
+                f"compression = {as_text('gzip' if is_gzip(first.file) else 'none')}{sample}"
             )
             try:
-                self._create(name, scan, check, reject_comments=edges and not header)
+                self._create_text(name, scan, check, exact_types=bool(sample), reject_comments=is_list)
                 return ""
             except _LayoutError as unlike:
                 error = str(unlike)
@@ -205,16 +225,72 @@ class TableFiles:
             note = rewrite(layouts, header, edges, copy)
         scan = f"read_csv({as_text(copy)}, delim = ',', quote = '\"', escape = '\"', header = {header}, comment = '', "
         try:
-            self._create(name, f"{scan}{named}sample_size = -1)", check)
+            self._create_text(name, f"{scan}{named}sample_size = -1", check, exact_types=True)
         except _LayoutError as unlike:
             raise ValueError(f"{first.path} cannot be read: {truncate(error or str(unlike))}") from None
         # The rows are in the database now.
         copy.unlink()
         return note
 
+    def _create_text(
+        self, name: str, scan: str, check: Callable[[], None], exact_types: bool, reject_comments: bool = False
+    ) -> None:
+        """Create a table from an unfinished call of ``read_csv``; ``exact_types``: types are guessed from all rows."""
+        try:
+            types = {row[0]: row[1] for row in self.query(f"DESCRIBE SELECT * FROM {scan})")}
+        except ValueError as error:
+            raise _LayoutError(str(error)) from None
+        # A cast to integers accepts and rounds other numbers below the rows from which the type was guessed.
+        integers = {} if exact_types else {name: t for name, t in types.items() if t in INTEGER_TYPES}
+
+        def scan_with(texts: Sequence[str]) -> str:
+            checked = {column: sql_type for column, sql_type in integers.items() if column not in texts}
+            given = ", ".join(f"{as_text(column)}: 'VARCHAR'" for column in (*texts, *checked))
+            values = ", ".join(
+                f"CASE WHEN {_is_plain(column, sql_type)} THEN {as_name(column)}::{sql_type} "
+                f"ELSE error({as_name(column)} || ' is not an integer') END AS {as_name(column)}"
+                for column, sql_type in checked.items()
+            )
+            replaced = f"REPLACE ({values}) " if values else ""
+            return f"(SELECT * {replaced}FROM {scan}{f', types = {{{given}}}' if given else ''}))"
+
+        self._text_scan = scan_with
+        try:
+            self._create(name, scan_with(()), check, reject_comments)
+        finally:
+            self._text_scan = None
+
+    def read_as_text(self, name: str, columns: Sequence[str]) -> None:
+        """Read columns of the text file that is being read again as they are written, unless they are plain integers.
+
+        Numbers of other types lose the text (``7.0``, ``1e3``, ``0x7``), and digits beyond 2^53.
+        """
+        if self._text_scan is None:
+            return
+        types = self.columns(name)
+        columns = [column for column in columns if types[column] != "VARCHAR"]
+        if integers := [column for column in columns if types[column] in INTEGER_TYPES]:
+            plain = ", ".join(f"bool_and({_is_plain(column, types[column])})" for column in integers)
+            are_plain = self.query(f"SELECT {plain} FROM {self._text_scan(integers)}")[0]
+            exact = {column for column, is_plain in zip(integers, are_plain, strict=True) if is_plain}
+            columns = [column for column in columns if column not in exact]
+        if columns:
+            self.query(f"CREATE OR REPLACE TABLE {as_name(name)} AS SELECT * FROM {self._text_scan(columns)}")
+
+    def _check_repeated_header(self, name: str, path: str | Path, header: Sequence[str]) -> None:
+        """Raise a ValueError if a row repeats the header, as in files that were joined."""
+        columns = self.columns(name)
+        if {*columns.values()} != {"VARCHAR"} or len(columns) != len(header):
+            return
+        repeated = " AND ".join(f"{as_name(c)} = {as_text(cell)}" for c, cell in zip(columns, header, strict=True))
+        first = self.query(f"SELECT min(rowid) FROM {as_name(name)}")[0][0]  # not 0 before the table is committed
+        for (row,) in self.query(f"SELECT min(rowid) FROM {as_name(name)} WHERE {repeated} HAVING count(*) > 0"):
+            again = f"{describe_row(path, row - first)} repeats the header, {truncate(','.join(header))!r}"
+            raise ValueError(f"{path}: {again}; remove it, or name the columns differently if it is an edge or node")
+
     def _create(self, name: str, scan: str, check: Callable[[], None], reject_comments: bool = False) -> None:
         """Create a table in one transaction; ``reject_comments`` rejects rows that look like comments."""
-        with self._transaction():
+        with self.transaction():
             try:
                 self.query(f"CREATE TABLE {as_name(name)} AS SELECT * FROM {scan}")
             except ValueError as error:
@@ -245,7 +321,7 @@ class TableFiles:
         return copy
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
         """Commit all changes, or none on an error."""
         self.query("BEGIN")
         try:
@@ -260,7 +336,7 @@ class TableFiles:
         """Create an edge table, ``source`` and ``target``, from blocks in one transaction, unless it exists."""
         if self.has(name):
             return
-        with self._transaction():
+        with self.transaction():
             self.query(f"CREATE TABLE {as_name(name)} (source BIGINT, target BIGINT)")
             for block in blocks():
                 self.connection.register("block", block)
@@ -287,6 +363,7 @@ class TableFiles:
         """Yield the rows of a table in blocks, in order."""
         chosen = ", ".join(f"{expression} AS {as_name(column)}" for column, expression in columns.items())
         count = self.count(name)
+        self._started = time.perf_counter()
         try:
             for start in range(0, count, rows):
                 self._scanned = 100 * start // count
@@ -309,7 +386,7 @@ class TableFiles:
             self.connection.register("scanned", dataset.dataset([*map(str, find_files(path))], format="ipc"))
             return "scanned"
         if ending == ".npy":
-            array = load_array(Path(path)).numpy()
+            array = _load_edges(Path(path))
             if array.ndim != 2 or 2 not in array.shape:
                 raise ValueError(f"{path} has the shape {list(array.shape)}; edges are [2, E] or [E, 2]")
             source, target = array if array.shape[0] == 2 else array.T
@@ -317,6 +394,19 @@ class TableFiles:
             return "scanned"
         known = ", ".join((*TEXT, *_PARQUET, *_ARROW, ".npy"))
         raise ValueError(f"{path} has an unknown file extension; known: {known}, and those of text with .gz or .zst")
+
+
+def _load_edges(path: Path) -> npt.NDArray[Any]:
+    try:
+        return load_array(path).numpy()
+    except ValueError as error:
+        raise ValueError(f"{error}; expected are edges, numbers of the shape [2, E] or [E, 2]") from None
+
+
+def _is_plain(column: str, sql_type: str) -> str:
+    """Return the SQL condition that a text is missing or is an integer as the database writes it."""
+    name = as_name(column)
+    return f"({name} IS NULL OR coalesce(TRY_CAST({name} AS {sql_type})::VARCHAR = {name}, false))"
 
 
 class _LayoutError(ValueError):
@@ -335,6 +425,16 @@ def find_files(path: str | Path) -> list[Path]:
     if not (files := sorted(map(Path, glob.glob(str(path), recursive=True)))):
         raise FileNotFoundError(f"{path} does not exist")
     return files
+
+
+def _shown_time(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def describe_row(path: str | Path, row: int) -> str:
+    """Return a text for the position of a row, from 0 on, in one or several files."""
+    count = len(find_files(path))
+    return f"row {row}" if count == 1 else f"row {row} (counted over {count} files)"
 
 
 @contextmanager

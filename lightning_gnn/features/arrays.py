@@ -82,25 +82,43 @@ def _read_array(file: IO[bytes], dtype: np.dtype, count: int, path: Path) -> np.
 def _parse_header(file: IO[bytes], size: int, path: Path) -> tuple[np.dtype, tuple[int, ...], Order, int]:
     try:
         version = np.lib.format.read_magic(file)
-        if version not in _HEADERS:
-            raise ValueError(f"format version {version[0]}.{version[1]} is for structured arrays")
-        shape, is_fortran, dtype = _HEADERS[version](file)
+        if version in _HEADERS:
+            shape, is_fortran, dtype = _HEADERS[version](file)
+        else:  # version 3.0, for fields with names beyond Latin-1
+            array = np.load(path, mmap_mode="r")
+            shape, is_fortran, dtype = array.shape, False, array.dtype
+            file.seek(array.offset)
         if any(length < 0 for length in shape):
             raise ValueError(f"its header declares the shape {list(shape)}")
         count = math.prod(shape)
         expected = file.tell() + count * dtype.itemsize
         if expected != size and not dtype.hasobject:
             raise ValueError(f"its header declares {dtype} {list(shape)}, {expected} bytes in all, but it has {size}")
+        if dtype != _BFLOAT16 and dtype.kind not in "biufc":
+            raise _NoNumbersError(f"{path} holds {_describe_content(dtype)}, shape {list(shape)}, instead of numbers")
         if not dtype.isnative:
             raise ValueError(f"its {dtype} is not in native byte order: use array.astype('{dtype.str[1:]}')")
         if dtype != _BFLOAT16:
             torch.from_numpy(np.empty((0, *shape), dtype))  # raises TypeError if torch lacks the dtype
-    except OSError:
+    except (OSError, _NoNumbersError):
         raise
     except Exception as error:  # NumPy parses the header as Python; a damaged one can raise anything
         reason = str(error) or type(error).__name__
         raise ValueError(f"{path} is not a complete .npy file of numbers ({reason}); write it again") from error
     return dtype, shape, "F" if is_fortran else "C", count
+
+
+class _NoNumbersError(ValueError):
+    """A complete file holds values of a kind that a tensor cannot hold."""
+
+
+def _describe_content(dtype: np.dtype) -> str:
+    """Return a text for a dtype that is not numeric."""
+    if dtype.names is None:
+        kinds = {"U": "texts", "S": "byte strings", "O": "Python objects", "M": "dates", "m": "time differences"}
+        return f"{kinds.get(dtype.kind, 'raw bytes')} ({dtype})"
+    fields = ", ".join(f"{name} ({dtype[name]})" for name in dtype.names)
+    return f"a structured array with the fields {fields}"
 
 
 def _map_file(file: IO[bytes], size: int, path: Path) -> mmap.mmap:

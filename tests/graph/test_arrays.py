@@ -143,7 +143,13 @@ NO_NUMBERS = "is not a complete .npy file of numbers"
     ("content", "said"),
     [
         (to_npy(np.arange(4, dtype=">i4")), r"not in native byte order: use array.astype\('i4'\)"),
-        (to_npy(np.array([{}], dtype=object)), NO_NUMBERS),
+        (to_npy(np.array([{}], dtype=object)), r"holds Python objects \(object\), shape \[1\], instead of numbers"),
+        (to_npy(np.array(["a", "bc"])), r"holds texts \(<U2\), shape \[2\], instead of numbers"),
+        (
+            to_npy(np.zeros(2, [("s", "i8"), ("t", "f4")])),
+            r"structured .* fields s \(int64\), t \(float32\), shape \[2\]",
+        ),
+        (to_npy(np.zeros(2, [("源", "i8")])), r"structured array with the fields 源 \(int64\), shape \[2\]"),
         (WHOLE + b"more", r"its header declares int32 \[4\], 144 bytes in all, but it has 148"),
         (WHOLE[:20], NO_NUMBERS),
         (WHOLE.replace(b"'shape': (4,)", b"'shape': ((((").replace(b"}", b" "), NO_NUMBERS),

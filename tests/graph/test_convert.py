@@ -1,6 +1,7 @@
 """Tables in files are converted to the same folder as equal tables in memory, even if interrupted."""
 
 import csv
+import errno
 import gzip
 import os
 import queue
@@ -214,11 +215,11 @@ def test_the_cost_of_a_large_conversion_is_announced(tmp_path, ending, monkeypat
     said = []
     convert_tables(source, tmp_path / "graph", nodes, say=said.append)
     assert said[0].startswith("about 1,00")  # 1,000 edges, or one more of a text file
-    assert re.match(r"about 20\.\d kB of disk \(32\.\d kB if nodes have ids\) are needed", said[1])
-    assert said[1].endswith("meanwhile, and 1e+03 TB are free")
+    assert re.search(r"need 20\.\d kB of disk \(32\.\d kB if nodes have ids\) meanwhile", said[0])
+    assert said[0].endswith("meanwhile, and 1e+03 TB are free")
     said.clear()
     convert_tables(source, tmp_path / "no table", random_features=2, say=said.append)
-    assert re.match(r"about 32(\.\d)? kB of disk are needed", said[1])
+    assert re.search(r"need 32(\.\d)? kB of disk meanwhile", said[0])
 
 
 def test_attributes_may_have_any_name(tmp_path):
@@ -248,7 +249,7 @@ def test_the_progress_of_a_scan_is_reported(tmp_path, monkeypatch):
     said.queue.clear()
     for tenths, block in enumerate(database.blocks("numbers", {"number": "number"}, 10)):
         assert block["number"].tolist() == list(range(10 * tenths, 10 * tenths + 10))
-        assert not tenths or said.get(timeout=600) == f"  {tenths}0 %"
+        assert not tenths or said.get(timeout=600).startswith(f"  {tenths}0 %, about ")
     database.close()
     assert said.empty()
 
@@ -319,7 +320,7 @@ ZEROS, ENDS, AB, TWO = "(0, 0)) t(source, target)", "source,target a,b", "id,a a
         ("", "source,target 0,2", TWO, "target of row 0, 2, is not a node"),
         ("", "source,target -1,1", TWO, "source of row 0, -1, is not a node"),
         ("", "source,target 0,1", TWO.replace("test", "hold"), r"split is 'hold' in .*nodes\.csv; use one of train"),
-        ("", "source,target 1,1 1,2", "id,f 1,0 y,1", "the target of row 1, 2, is not a node of .*nodes"),
+        ("", "source,target 1,1 1,2", "id,f 1,0 y,1", "the target of row 1, '2', is not a node of .*nodes"),
         ("", "(0.5, 1, 2)) t(w, source, dst)", None, "has the columns w, source, dst; edges need source and t"),
         ("", "('a', 1)) t(source, target)", "(1)) t(f)", "the source of row 0, 'a', is not a row number"),
         ("", "(0, 0.5)) t(source, target)", "(1)) t(f)", r"the target of row 0, .*0\.5.*, is not a row number"),
@@ -435,3 +436,67 @@ def test_a_full_disk_of_the_database_says_so(tmp_path):
     counts = convert_tables(source, tmp_path / "graph", memory=1 << 30, random_features=1)
     assert counts["node__to__node"] == 1_000_000
     assert not (tmp_path / "graph/id.npy").exists()  # the ids do not fit into int64
+
+
+def test_a_full_disk_names_the_folder_and_the_space_needed(tmp_path, tables, monkeypatch):
+    """Writing fails once for want of space; the same call then goes on."""
+
+    def without_room(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "write_blocks", without_room)
+        refuses(OSError, r"no space left on device for .*graph\.partial: .* are free, and about .* are needed in all; "
+                "free disk space and repeat", convert_tables, tables[0], tmp_path / "graph", tables[1])  # fmt: skip
+    assert not (tmp_path / "graph").exists()
+    assert convert_tables(tables[0], tmp_path / "graph", tables[1])["node"] == 50
+
+
+@pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("can't start new thread")])
+def test_too_little_memory_names_the_option(tmp_path, tables, monkeypatch, raised):
+    def without_memory(*arguments):
+        raise raised
+
+    monkeypatch.setattr(convert, "write_blocks", without_memory)
+    refuses(MemoryError, "memory=2GB is more than the process gets: .* are .*; give a smaller memory=", convert_tables,
+            tables[0], tmp_path / "graph", tables[1], memory=2 * 10**9)  # fmt: skip
+
+
+def test_a_second_conversion_into_a_folder_is_refused_until_the_first_ends(tmp_path, tables):
+    source, nodes = tables
+    partial = tmp_path / "graph.partial"
+    with convert._lock(partial):
+        (partial / "database").mkdir()
+        refuses(BlockingIOError, rf"graph\.partial is in use by process {os.getpid()} on ", convert_tables, source,
+                tmp_path / "graph", nodes)  # fmt: skip
+    assert (partial / ".running").exists()  # as a killed process leaves it
+    assert convert_tables(source, tmp_path / "graph", nodes)["node"] == 50
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("during_query", [True, False])
+def test_an_interrupted_command_names_the_one_that_goes_on(tmp_path, tables, capsys, monkeypatch, during_query):
+    """Ctrl-C arrives within a query of the database, or between two."""
+    arguments = [f"source={tables[0]}", f"nodes={tables[1]}", f"out={tmp_path}/graph"]
+    error = RuntimeError("Query interrupted") if during_query else KeyboardInterrupt()
+
+    def interrupted(database, *given):
+        with database._translate_errors():
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table_files.TableFiles, "make", interrupted)
+        assert convert_command.main(arguments) == 130
+    shown = capsys.readouterr().err
+    assert f"{tmp_path}/graph.partial keeps the complete steps" in shown
+    assert f"lgnn convert {' '.join(arguments)}" in shown
+    assert not (tmp_path / "graph").exists()
+    assert convert_command.main(arguments) == 0
+
+
+def test_an_array_that_is_no_edge_list_is_described(tmp_path):
+    np.save(tmp_path / "edges.npy", np.zeros(3, [("source", "i8"), ("target", "i8")]))
+    said = (
+        r"holds a structured array with the fields source \(int64\), target \(int64\), shape \[3\], instead of numbers"
+    )
+    refuses(ValueError, rf"{said}; expected are .*\[2, E\]", convert_tables, tmp_path / "edges.npy", tmp_path / "graph")

@@ -1,5 +1,7 @@
 """``lgnn convert``: convert tables of edges and nodes, of any size, to a folder for ``lgnn data=custom``."""
 
+import shlex
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ _SETTINGS = """settings:
   undirected=false         add the reverse of each edge, and keep each edge once
   random_features=0        number of random features for nodes without features
   feature_dtype=float32    or float16 or bfloat16: store features in half of the bytes
+  ids=auto                 compare ids as numbers if all are integers, else as texts; or always: number, text
   random_labels=0          number of classes of random labels, with splits, for nodes without labels
 Files are text (.csv, .tsv, .txt, .edges, .edgelist, .cites, .content, .dat, .data; also .gz and .zst), .parquet,
 .arrow, or .npy of edges; a pattern such as 'part-*.parquet' matches several. The command prints how it reads a text.
@@ -48,10 +51,11 @@ class _Settings:
     random_features: int = 0
     random_labels: int = 0
     feature_dtype: str = "float32"
+    ids: Any = "auto"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert tables to a graph folder; return 2 for wrong settings or files."""
+    """Convert tables to a graph folder; return 2 for wrong settings or files, 130 for Ctrl-C."""
     description = "Convert tables of edges and nodes to a folder for data=custom. They may be larger than memory."
     settings, start = read_settings(arguments, "lgnn convert", description, _SETTINGS), time.perf_counter()
     try:
@@ -60,10 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             counts = convert_tables(
                 chosen.source, chosen.out, chosen.nodes, memory_bytes(chosen.memory, "memory"), chosen.undirected,
                 chosen.random_features, chosen.random_labels, print_with_time(), chosen.feature_dtype,
+                chosen.ids,
             )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
         return 2
+    except KeyboardInterrupt:
+        command = shlex.join(["lgnn", "convert", *settings])
+        partial = f"{chosen.out}.partial"
+        say(f"Interrupted. {partial} keeps the complete steps; remove it, or go on with\n  {command}", "yellow")
+        return 128 + signal.SIGINT
     for name, count in islice(counts.items(), _MAX_PRINTED_TYPES):
         print(f"{count:>15,}  {name}")
     if len(counts) > _MAX_PRINTED_TYPES:
