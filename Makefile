@@ -13,7 +13,7 @@ PYTHON310 ?= python3.10
 PYTHON312 ?= python3.12
 PYTHON313 ?= python3.13
 
-.PHONY: train lint check test test-all test-versions test-lowest test-3.12 test-3.13 test-aarch64 bench bench-gpu docs clean
+.PHONY: train lint check test test-all test-versions test-lowest test-3.12 test-3.13 test-aarch64 bench bench-gpu weight docs clean
 
 # uv installs in a tenth of pip's time. It takes over the indexes and constraints of pip's configuration; where it
 # fails, pip installs.
@@ -51,6 +51,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 # The fast loop: everything not marked slow or medium, with few examples.
 check: lint
@@ -122,6 +123,12 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.data.shared_memory $(ARGS)
 	$(BIN)/python -m benchmarks.full_graph.epochs $(ARGS)
 	$(BIN)/python -m benchmarks.ops.ascend_cycles $(ARGS)
+
+# Lines of Python of each package.
+weight:
+	@git ls-files '*.py' | awk -F/ '{print ($$1 == "lightning_gnn" && NF > 2 ? $$1 "/" $$2 : $$1) " " $$0}' | \
+		while read package file; do echo "$$package $$(wc -l < "$$file")"; done | \
+		awk '{lines[$$1] += $$2} END {for (package in lines) printf "%6d %s\n", lines[package], package}' | sort -k2
 
 # The documentation, as a site that can be read from its folder, without a network; its search wants a server.
 docs: $(VENV)/.installed

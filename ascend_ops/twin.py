@@ -90,8 +90,6 @@ class _Options(ctypes.Structure):
         ("max_instructions", ctypes.c_int64),
         ("require_double_buffer", ctypes.c_int32),
         ("nan_allowed", ctypes.c_int32),
-        ("timeline", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
         ("parameters", ctypes.POINTER(ctypes.c_double)),
     ]
 
@@ -146,9 +144,7 @@ class Twin:
             raise ValueError(f"unknown cost parameters {', '.join(sorted(unknown))}; choose from {choices}")
         numbers = {**self.parameters, **(parameters or {})}
         values = (ctypes.c_double * len(numbers))(*(numbers[name] for name in self.parameters))
-        options = _Options(
-            arch.encode(), num_blocks, seed, max_instructions, require_double_buffer, mmad_nan, 0, 0, values
-        )
+        options = _Options(arch.encode(), num_blocks, seed, max_instructions, require_double_buffer, mmad_nan, values)
         with _LOCK:
             text = self._library.twin_launch(kernel.encode(), packed, len(args), ctypes.byref(options))
             reply = json.loads(text.decode())

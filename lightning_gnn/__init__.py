@@ -6,9 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_gnn import startup
-from lightning_gnn.runtime import moved_names
 
-moved_names.install()
 if level := os.environ.get("LGNN_LOG"):
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
     try:
@@ -77,7 +75,7 @@ __all__ = sorted(name for names in _NAMES.values() for name in names)
 if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
 
     def __getattr__(name: str) -> Any:
-        if name in _NAMES or f"lightning_gnn.{name}" in moved_names.MOVED_MODULES:
+        if name in _NAMES:
             return import_module(f"lightning_gnn.{name}")
         for package, names in _NAMES.items():
             if name in names:

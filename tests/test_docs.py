@@ -92,42 +92,6 @@ def test_files_that_are_named_exist(page):
         assert any((ROOT / "tests").rglob(name)), name
 
 
-def test_the_architecture_is_told_in_short_paragraphs():
-    text = strip_blocks("docs/architecture.md").partition("## Definitions")[0]
-    for paragraph in re.split(r"\n\s*\n|\n(?=\d+\. |- )", text):
-        lines = [line for line in paragraph.strip().splitlines() if not line.startswith("|")]
-        assert len(lines) <= 4, paragraph
-
-
-def test_the_readme_is_short():
-    lines = PAGES["README.md"].read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
-    figures = lines[lines.index("<!-- benchmarks:start -->") : lines.index("<!-- benchmarks:end -->")]
-    assert 1 <= sum(line.startswith("| ") for line in figures) - 1 <= 10
-
-
-MOST_WORDS = 35
-"""Maximum words per sentence."""
-
-
-def split_sentences(page):
-    """Return the sentences of a page, without code, tables, headings and generated text."""
-    text = re.sub(r"<!-- (\w+):start -->.*?<!-- \1:end -->", "", strip_blocks(page), flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->|^```.*?^\s*```$", "", text, flags=re.DOTALL | re.MULTILINE)
-    lines = ["" if re.match(r"\s*(\||#|!\[|:::|</?\w)", line) else line for line in text.splitlines()]
-    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", "\n".join(lines)):
-        plain = re.sub(r"`[^`]*`", "CODE", paragraph)
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain).replace("**", "")
-        yield from re.split(r"(?<=[.!?])\s+(?=[A-Z(])", plain.strip())
-
-
-@every_page
-def test_sentences_are_short(page):
-    for sentence in split_sentences(page):
-        words = [word for word in re.findall(r"[\w'’%.-]+", sentence) if re.search(r"\w", word)]
-        assert len(words) <= MOST_WORDS, f"{len(words)} words: {' '.join(sentence.split())}"
-
-
 def test_every_page_has_its_place_in_the_site():
     def listed(entry):
         return [entry] if isinstance(entry, str) else [name for value in entry.values() for name in below(value)]

@@ -148,3 +148,12 @@ def test_the_command_runs_in_another_directory(wheel, tmp_path):
         check=True, cwd=elsewhere, env=clean, capture_output=True,
     )  # fmt: skip
     assert 0 <= json.loads((elsewhere / "run" / "metrics.json").read_text())["test_acc"] <= 1
+
+
+@pytest.mark.slow
+def test_everything_but_the_command_works_without_hydra():
+    check = (
+        "import importlib, sys; sys.modules['hydra'] = None; import lightning_gnn as package; "
+        "[importlib.import_module(f'lightning_gnn.{name}') for name in (*package._NAMES, 'registration')]"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", check], check=True)

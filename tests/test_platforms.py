@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CODE = """
-import mmap, os, platform, signal, sys, warnings
+import mmap, os, pkgutil, platform, signal, sys, warnings
 
 # First what others need: they know their platforms.
 import cloudpickle, filelock, hydra, matplotlib.figure, numba, omegaconf, platformdirs, psutil, pytorch_lightning as pl
@@ -32,7 +32,9 @@ for name in ("fcntl", "grp", "pwd", "resource", "termios", "triton"):
 platform.system = lambda: "Elsewhere"
 
 import lightning_gnn
-from tests.test_layers import MODULES
+import lightning_gnn.ascend_ops
+packages = (lightning_gnn, lightning_gnn.ascend_ops)
+MODULES = [found.name for one in packages for found in pkgutil.walk_packages(one.__path__, one.__name__ + ".")]
 # Imported only with what they need: Triton, or Ray.
 optional = ("lightning_gnn.triton_kernels.", "lightning_gnn.ops.sample.compile_ahead", "lightning_gnn.ray")
 for module in MODULES:

@@ -30,7 +30,7 @@ from lightning_gnn.report.console import console, say
 from lightning_gnn.runtime.files import DISK_ADVICE, check_writable, disk_full_cause, disk_full_error
 from lightning_gnn.runtime.lightning import PACKAGE, MisconfigurationException, rank_zero_only
 from lightning_gnn.runtime.memory_info import free_memory, out_of_memory_cause
-from lightning_gnn.runtime.messages import REMOVED, removed, shown
+from lightning_gnn.runtime.messages import shown
 from lightning_gnn.runtime.urls import is_url, without_file_scheme
 
 _CONF = "lightning_gnn.conf"
@@ -201,17 +201,7 @@ def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
                 folder = "hydra.sweep.dir" if is_sweep else "hydra.run.dir"
                 check_writable(OmegaConf.select(cfg, folder), folder)
         except HydraException as error:
-            raise ValueError(_removal_message(typed.overrides) or _in_one_line(error)) from error
+            raise ValueError(_in_one_line(error)) from error
     if rebuilt.note and typed.cfg is None:
         rank_zero_only(console().print)(rebuilt.note, soft_wrap=True, highlight=False, markup=False)
     return rebuilt
-
-
-def _removal_message(overrides: Sequence[str]) -> str | None:
-    """Return the message for the first override that an earlier release had; None without one."""
-    for item in overrides:
-        key = item.lstrip("+~").partition("=")[0]
-        for name in REMOVED:
-            if name in (item, key) or key.startswith(f"{name}."):
-                return removed(name)
-    return None

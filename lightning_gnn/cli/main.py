@@ -9,7 +9,6 @@ from importlib import import_module
 from io import StringIO
 
 from lightning_gnn import startup
-from lightning_gnn.runtime.messages import removed
 
 PRINTING = ("cache", "convert", "doctor", "export", "init", "partition", "report", "runs", "warmup")
 """Commands that parse their own arguments, print and exit; each is a module of the package ``commands``."""
@@ -27,9 +26,6 @@ def main() -> None:
         sys.path.append(os.getcwd())
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
-    if command == "tune":
-        print(f"error: {removed('lgnn tune')}", file=sys.stderr)
-        sys.exit(2)
     if command in PRINTING:
         module = import_module(f"lightning_gnn.cli.commands.{command}")
         startup.done()

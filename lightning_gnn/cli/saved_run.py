@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_gnn.runtime.checkpoint_io import damage_of
 from lightning_gnn.runtime.lightning import pl
-from lightning_gnn.runtime.messages import REMOVED
 from lightning_gnn.runtime.urls import cached_path
 
 KEY = "lgnn"  # the checkpoint entry that holds it
@@ -127,17 +126,11 @@ def _load_state(path: Path) -> dict[str, Any] | None:
 
 def _drop_obsolete(config: dict[str, Any]) -> dict[str, Any]:
     restored = {key: value for key, value in config.items() if key not in _PER_START_KEYS}
-    if isinstance(callbacks := restored.get("callbacks"), dict):  # an older version may have had others
-        restored["callbacks"] = {
-            name: node
-            for name, node in callbacks.items()
-            if not isinstance(node, dict) or node.get("_target_") not in REMOVED
-        }
     return restored
 
 
 def _prune(saved: dict[str, Any], cwd: str, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:
-    """Remove from a saved configuration the groups replaced, the keys added and the options of earlier releases."""
+    """Remove from a saved configuration the groups replaced and the keys added."""
     config = OmegaConf.create(deepcopy(saved))
     inner = {key: group for group, key in GROUPS.items() if "." in key}
     for key in (GROUPS[group] for group in chosen):
@@ -148,8 +141,6 @@ def _prune(saved: dict[str, Any], cwd: str, chosen: set[str], overrides: Sequenc
         for other, node in nested.items():
             if node is not None:
                 OmegaConf.update(config, other, node, force_add=True)
-    for key in ("data.memory", "datamodule.inference.resume"):  # options of earlier releases that changed no result
-        _remove(config, key)
     for item in overrides:
         if item.is_add():
             _remove(config, str(item.key_or_group))

@@ -10,8 +10,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from lightning_gnn.runtime.messages import removed
-
 T = TypeVar("T")
 
 
@@ -26,9 +24,6 @@ def read_settings(arguments: Sequence[str] | None, command: str, description: st
 
 def parse_settings(cls: type[T], settings: Sequence[str], command: str) -> T:
     """Build an instance of a dataclass from settings; raise a ValueError for unknown or missing ones."""
-    for name in (setting.partition("=")[0] for setting in settings):
-        if (gone := removed(f"{command.rpartition(' ')[2]}.{name}")) is not None:
-            raise ValueError(gone)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.from_dotlist(list(settings)))
         if missing := sorted(map(str, OmegaConf.missing_keys(merged))):

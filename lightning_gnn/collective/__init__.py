@@ -8,15 +8,12 @@ Reading order: ``plan.py`` (equation 6, repaired), ``dispatcher.py``, ``batch_sc
 published planner and schedule: ``published.py``, ``dual_buffer.py``.
 """
 
-from typing import TYPE_CHECKING
-
 from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.datamodule import CollectiveDataModule, CollectiveLinkDataModule
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.runtime.moved_names import find_moved
 
 __all__ = [
     "BatchSchedule",
@@ -27,6 +24,3 @@ __all__ = [
     "Dispatcher",
     "simulate_dual_buffer",
 ]
-
-if not TYPE_CHECKING:  # else type checkers would accept any attribute name
-    __getattr__ = find_moved(__name__)

@@ -24,7 +24,7 @@ from lightning_gnn.graph.stores import AttributeName, name_of, stores_of
 from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.lightning import pl, rank_zero_info, rank_zero_warn
-from lightning_gnn.runtime.messages import removed, whole_number
+from lightning_gnn.runtime.messages import whole_number
 
 ROUTES = ("auto", "cpu")
 _CORES_PER_WORKER = 4  # without an accelerator the model needs most cores: one in four prepares mini-batches
@@ -47,9 +47,6 @@ class _CollectiveMixin(PlacedOnGPU):
         gpu_buffer_size = whole_number(gpu_buffer_size, "gpu_buffer_size", 1)
         profile_batches = whole_number(profile_batches, "profile_batches", 1)
         num_workers = None if num_workers is None else whole_number(num_workers, "num_workers", 0)
-        for name in {"cache_plan", "replan"} & {*kwargs}:  # contained in configurations of earlier releases
-            if kwargs.pop(name):
-                rank_zero_warn(f"{removed(f'datamodule.{name}')}")
         if gpu_route not in ROUTES:
             raise ValueError(f"gpu_route={gpu_route!r} is unknown; use one of {', '.join(ROUTES)}")
         if schedule not in get_args(ScheduleName):

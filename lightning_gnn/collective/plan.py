@@ -17,7 +17,7 @@ import yaml
 from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.dual_buffer import DualBuffer
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
-from lightning_gnn.runtime.messages import aligned, removed
+from lightning_gnn.runtime.messages import aligned
 from lightning_gnn.runtime.urls import cached_path, local_path
 
 Mode = Literal["collective", "cpu", "gpu"]
@@ -26,7 +26,6 @@ ScheduleName = Literal["in_order", "paper"]
 _FIRST_LINE = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
 _LAST_LINE = "..."  # end of a YAML document
 PREPARATION_STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
-_REMOVED = {"cover", "backup", "begin", "machine", "configuration"}  # fields of earlier releases, ignored in plan files
 
 
 @dataclass(frozen=True)
@@ -126,12 +125,6 @@ class CollectivePlan:
     times: StageTimes | None = None
     epoch_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     rounds: int = 0
-
-    def __new__(cls, *args: object, **kwargs: object) -> CollectivePlan:
-        """Raise a TypeError for fields of earlier releases."""
-        for name in _REMOVED & kwargs.keys():
-            raise TypeError(removed(f"CollectivePlan.{name}"))
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -249,15 +242,14 @@ class CollectivePlan:
 
     @classmethod
     def from_yaml(cls, text: str) -> CollectivePlan:
-        """Read a plan from YAML, including that of earlier releases; raise a ValueError if it is invalid."""
+        """Read a plan from YAML; raise a ValueError if it is invalid."""
         if text.startswith(_FIRST_LINE) and text.rstrip().rpartition("\n")[2] != _LAST_LINE:
             raise ValueError(
                 f"it is incomplete: the last line {_LAST_LINE!r} is missing; write the plan again, or remove its first "
                 "line if it was written manually"
             )
         required = {"mode", "gpu_buffer_size", "cpu_buffer_size"}
-        state = _validate_mapping(read_yaml(text), {item.name for item in fields(cls)} | _REMOVED, required, "a plan")
-        state = {name: value for name, value in state.items() if name not in _REMOVED}
+        state = _validate_mapping(read_yaml(text), {item.name for item in fields(cls)}, required, "a plan")
         state |= {
             name: _parse_numbers(state[name]) for name in ("ratio", "cpu_part", "times", "epoch_s") if name in state
         }

@@ -15,7 +15,6 @@ from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.compressed.self_loops import loop_rows, pick, symmetric_norm
 from lightning_gnn.graph.csc import INT32_MAX, CSCGraph
 from lightning_gnn.graph.csr import CSR
-from lightning_gnn.runtime.messages import removed
 from lightning_gnn.runtime.store import checksum
 
 T = TypeVar("T")
@@ -101,14 +100,13 @@ class CompressedGraph:
         return self.forward.stored_bytes() + (0 if self.edge_ids is None else self.edge_ids.nbytes)
 
     @classmethod
-    def from_graph(cls, graph: CSCGraph, *, settings: PlanSettings | None = None, **options: object) -> CompressedGraph:
+    def from_graph(cls, graph: CSCGraph, *, settings: PlanSettings | None = None) -> CompressedGraph:
         """Build it from a :class:`CSCGraph`, sharing its arrays; ``settings`` select who executes an aggregation.
 
         Raises:
             TypeError: ``graph`` is not a CSCGraph, or an option is unknown.
             ValueError: The graph has more than 2^31 - 1 sources or targets.
         """
-        _reject_options("CompressedGraph", options)
         if not isinstance(graph, CSCGraph):
             kind = type(graph).__name__
             raise TypeError(f"graph must be a CSCGraph, but is {kind}; use from_edge_index for a tensor")
@@ -127,10 +125,10 @@ class CompressedGraph:
 
     @classmethod
     def from_edge_index(
-        cls, edge_index: Tensor, num_nodes: int | None = None, settings: PlanSettings | None = None, **options: object
+        cls, edge_index: Tensor, num_nodes: int | None = None, settings: PlanSettings | None = None
     ) -> CompressedGraph:
         """Sort a COO edge list, int32 or int64 ``[2, num_edges]``, by target; see :meth:`from_graph`."""
-        return cls.from_graph(CSCGraph.from_edge_index(edge_index, num_nodes), settings=settings, **options)
+        return cls.from_graph(CSCGraph.from_edge_index(edge_index, num_nodes), settings=settings)
 
     @classmethod
     def from_csc(
@@ -139,7 +137,7 @@ class CompressedGraph:
         """Build it from CSC arrays of a bipartite graph; see :meth:`CSCGraph.from_csc`."""
         return cls.from_graph(CSCGraph.from_csc(indptr, indices, edge_ids, num_sources), **options)
 
-    def chunked(self, *, transposed: bool = False, **options: object) -> ChipLayout:
+    def chunked(self, *, transposed: bool = False) -> ChipLayout:
         """Return one direction in chunks of rows that share in-neighbors, for NPUs (NeutronAscend, section 6.2).
 
         Rows are in the order of algorithm 2, or of their ids if that loads fewer rows, unless ``settings.chunks`` is
@@ -147,7 +145,6 @@ class CompressedGraph:
         split. It has at most 4096 edges, or 1/1024 of all edges if that is more, so that ranges of chunks can be
         balanced. The result is cached with the graph.
         """
-        _reject_options("chunked", options)
         return layout_of(self.backward if transposed else self.forward, self.settings.chunks)
 
     def to_edge_index(self) -> Tensor:
@@ -278,21 +275,11 @@ class CompressedGraph:
         value: T = self.cache[name]
         return value
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            removed(f"CompressedGraph.{name}") or f"{type(self).__name__!r} object has no attribute {name!r}"
-        )
-
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(num_sources={self.num_sources}, num_targets={self.num_targets}, "
             f"num_edges={self.num_edges})"
         )
-
-
-def _reject_options(owner: str, options: dict[str, object]) -> None:
-    for name in options:
-        raise TypeError(removed(f"{owner}.{name}") or f"unknown option {name} of {owner}")
 
 
 @contextmanager

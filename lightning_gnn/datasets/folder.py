@@ -11,7 +11,6 @@ from lightning_gnn.datasets.hetero_folder import is_hetero_folder, load_hetero_f
 from lightning_gnn.datasets.synthetic import Labels
 from lightning_gnn.datasets.topology_files import TOPOLOGY, load_topology
 from lightning_gnn.features.arrays import expect_scattered_reads, load_array, save_arrays
-from lightning_gnn.features.feature_file import refuse_rows
 from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.graph.adjacency import with_adj_t_values
 from lightning_gnn.graph.checks import check_edge_data, check_node_data, check_nodes
@@ -62,14 +61,13 @@ def load_folder(
         FileNotFoundError: The folder or a required file is missing.
         TypeError: An array has a wrong dtype.
         ValueError: A file is truncated, a shape or length is wrong, a node or edge id is out of range, a topology or a
-            split is given twice, or the folder holds an ``x.rows`` file of an earlier release.
+            split is given twice.
     """
     root = cached_path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is not a folder; expected one with {_EXPECTED}")
     if is_hetero_folder(root):
         return load_hetero_folder(root, mmap, check)
-    refuse_rows(root)
     x = load_features(root / "x.npy", mmap)
     data = Data(x=x, graph=load_topology(root, x.size(0), mmap, check, f"x has {x.size(0)} rows, one per node"))
     for name in EDGE_ATTRIBUTES:

@@ -14,7 +14,6 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.datasets.topology_files import TOPOLOGY, is_cached_sorted, is_sorted, load_topology
 from lightning_gnn.features.arrays import load_array, save_arrays
-from lightning_gnn.features.feature_file import refuse_rows
 from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.graph.adjacency import with_adj_t_values
 from lightning_gnn.graph.checks import check_nodes
@@ -236,7 +235,6 @@ def _get_topology_arrays(store: BaseStorage, graph: CSCGraph) -> dict[str, Tenso
 def _read_nodes(data: HeteroData, name: str, folder: Path, mmap: bool, check: bool) -> None:
     store = data[name]
     arrays = _load_arrays(folder, mmap)
-    refuse_rows(folder)
     if "num_nodes" in arrays:
         store.num_nodes = int(arrays.pop("num_nodes"))
     elif "x" not in arrays:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from lightning_gnn.datasets.folder import class_numbers, load_features, load_fol
 from lightning_gnn.datasets.topology_files import load_topology
 from lightning_gnn.features.arrays import load_array
 from lightning_gnn.graph.checks import check_nodes
-from lightning_gnn.runtime.moved_names import find_moved
 from lightning_gnn.runtime.store import cache_root, checksum, is_writable, locked
 from lightning_gnn.runtime.urls import local_path
 
@@ -370,7 +369,3 @@ def _lock_dataset(base: Path) -> Iterator[None]:
     root = cache_root()
     with nullcontext() if root is None else locked(root, "data", checksum(str(base.resolve()))):
         yield
-
-
-if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute name
-    __getattr__ = find_moved(__name__)

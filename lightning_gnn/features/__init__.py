@@ -4,15 +4,12 @@ Reading order: ``table.py``, ``hot_cache.py`` (rows cached on a device), ``memor
 files), ``disk_features.py`` with ``disk_cache.py`` (eviction) and ``disk_reads.py`` (direct I/O).
 """
 
-from typing import TYPE_CHECKING
-
 from lightning_gnn.runtime import kernels  # noqa: F401  sets Numba's cache folder
 
 # isort: split
 from lightning_gnn.features.disk_features import DiskFeatures
 from lightning_gnn.features.hot_cache import CachedAdjacency, RowCache, top_accessed
 from lightning_gnn.features.table import FeatureTable
-from lightning_gnn.runtime.moved_names import find_moved
 
 __all__ = [
     "CachedAdjacency",
@@ -21,6 +18,3 @@ __all__ = [
     "RowCache",
     "top_accessed",
 ]
-
-if not TYPE_CHECKING:  # else type checkers would accept any attribute name
-    __getattr__ = find_moved(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +37,6 @@ class FeatureFile:
         """Read the header of a ``.npy`` file."""
         path = cached_path(path)
         check_file(path)
-        if path.suffix == ".rows":
-            raise ValueError(rows_are_gone(path))
         values = load_array(path)
         if values.dtype not in FEATURE_DTYPES:
             raise TypeError(f"{path}: features must be float32, float16 or bfloat16, but are {values.dtype}")
@@ -69,18 +66,3 @@ class FeatureFile:
                 if file.readinto(raw[i].data) != self.row_bytes:
                     raise ValueError(f"{self.path} ends before row {row}: it is truncated; write it again")
         return torch.from_numpy(raw).view(self.dtype)
-
-
-def refuse_rows(folder: Path) -> None:
-    """Raise a ValueError if a folder stores its features as ``x.rows``, the format of an earlier release."""
-    path = folder / "x.rows"
-    if os.path.lexists(path) and not os.path.lexists(folder / "x.npy"):
-        raise ValueError(rows_are_gone(path))
-
-
-def rows_are_gone(path: Path) -> str:
-    """Return the error message for a ``.rows`` file."""
-    return (
-        f"{path} is a file of an earlier release and no longer supported: write the features again as x.npy, with "
-        "lgnn convert or FeatureTable(x).save"
-    )

@@ -28,7 +28,7 @@ from lightning_gnn.graph.checks import (
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.conv.graph import check_takes_graph, keep_constant
 from lightning_gnn.nn.inference import FullInference
-from lightning_gnn.runtime.messages import closest, keywords_of, removed, true_or_false
+from lightning_gnn.runtime.messages import closest, keywords_of, true_or_false
 
 STRATEGY = "ascend_hybrid"
 
@@ -110,8 +110,6 @@ class FullGraphDataModule(ResumableDataModule):
             "predict": (input_pred_edges, input_pred_labels),
         }
         for name in kwargs:
-            if (message := removed(f"datamodule.{name}")) is not None:
-                raise TypeError(message)
             is_loader_option = name in keywords_of(LightningNodeData) | keywords_of(NeighborLoader)
             reason = ": the whole graph is the only batch, and data's masks define the splits"
             hint = reason if is_loader_option else closest(name, keywords_of(type(self)))

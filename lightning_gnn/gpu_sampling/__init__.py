@@ -7,13 +7,10 @@ Reading order: in ``triton_kernels/``, ``sample.py`` (the launch), ``hops.py``, 
 types, times, weights, LABOR); then ``sampler.py``, ``placement.py`` (the plan of the memory), ``shards.py``.
 """
 
-from typing import TYPE_CHECKING
-
 from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
 from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.gpu_sampling.options import PlacementOptions
 from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler
-from lightning_gnn.runtime.moved_names import find_moved
 
 __all__ = [
     "PersistentLinkDataModule",
@@ -21,6 +18,3 @@ __all__ = [
     "PersistentSamplerDataModule",
     "PlacementOptions",
 ]
-
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__ = find_moved(__name__)

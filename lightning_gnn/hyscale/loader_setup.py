@@ -319,9 +319,8 @@ class HyScaleLoaders:
         shared = drm is not False or info.trainers.num_accelerators > 0  # feeding accelerators takes cores, too
         threads = options.first_threads(default_threads(num_workers, info.trainers, shared))
         automatic = not replays(drm) and options.automatic
-        # The checkpoint's state of this node; checkpoints of older versions store a list, which is ignored.
-        states = self._restored.pop("balance", None)
-        state = states.get(str(info.node), {}) if isinstance(states, dict) else {}
+        # The checkpoint's state of this node.
+        state = self._restored.pop("balance", {}).get(str(info.node), {})
         # The first rank of the node decides for all ranks of the node.
         mapping = None
         if info.local_rank == 0:

@@ -13,7 +13,7 @@ from torch_geometric.loader import LinkLoader, NodeLoader
 from lightning_gnn.distributed.heartbeat import check_stall_timeout
 from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
 from lightning_gnn.runtime.devices import num_cores
-from lightning_gnn.runtime.messages import removed, whole_number
+from lightning_gnn.runtime.messages import whole_number
 from lightning_gnn.runtime.urls import cached_path
 
 PyGLoader: TypeAlias = NodeLoader | LinkLoader  # base classes of this package's loaders, too
@@ -156,8 +156,6 @@ class HyScaleOptions:
     agree_every: int
 
     def __post_init__(self) -> None:
-        if (message := removed(f"strategy.cpu_trainers={self.cpu_trainers}")) is not None:
-            raise ValueError(message)
         whole_number(self.cpu_trainers, "cpu_trainers", 0)
         whole_number(self.agree_every, "agree_every", 1)
         share, sampling, drm, stall_timeout = self.cpu_share, self.accelerator_sampling, self.drm, self.stall_timeout

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkLoader, NodeLoader
 
 from lightning_gnn.loading.batch import Batch, Positions
-from lightning_gnn.runtime.messages import closest, keywords_of, removed, true_or_false, whole_number
+from lightning_gnn.runtime.messages import closest, keywords_of, true_or_false, whole_number
 from lightning_gnn.sampling.neighbor import Output
 
 WITHOUT_EFFECT = {
@@ -80,12 +80,8 @@ def validate_options(
     allowed = {*keywords_of(_PYG_LOADERS[kind]), *known}
     options: dict[str, Any] = {}
     for name, value in kwargs.items():
-        removal = removed(f"datamodule.{name}")
-        # Saved configurations contain None, False or 0 for unused options of earlier releases.
-        if name in WITHOUT_EFFECT or (removal is not None and value in (None, False)):
+        if name in WITHOUT_EFFECT:
             continue
-        if removal is not None:
-            raise ValueError(f"{name}={value!r}{removal.removeprefix(f'datamodule.{name}')}")
         if name in _UNSUPPORTED:
             is_harmless, reason = _UNSUPPORTED[name]
             if not is_harmless(value):

@@ -16,7 +16,6 @@ from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.stores import stores_of
 from lightning_gnn.partitioned.assign import assign_nodes
 from lightning_gnn.partitioned.folder import check_new_folder, seeds_of, write_partition
-from lightning_gnn.runtime.messages import removed
 from lightning_gnn.sampling.neighbor import topology_of
 
 
@@ -41,7 +40,6 @@ def partition_graph(
     progress: Callable[[str], None] = lambda message: None,
     links: Mapping[str, Tensor] | None = None,
     link_type: EdgeType | None = None,
-    **gone: object,
 ) -> Summary:
     """Partition a graph, and write each part to its own folder.
 
@@ -79,8 +77,6 @@ def partition_graph(
         >>> summary.nodes, summary.cut
         ([3, 3], 0.0)
     """
-    for option in gone:
-        raise TypeError(removed(f"partition.{option}") or f"partition_graph got an unknown option {option}")
     if isinstance(data, Data | HeteroData):
         data = with_adj_t_values(data)
     check_new_folder(folder)

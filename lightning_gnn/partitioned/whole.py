@@ -30,7 +30,7 @@ def without_rows(partition: Partition) -> Data | HeteroData:
         store = data if info.name is None else data[info.name]
         _fill(store, info, {} if info.name is None else partition.rest.get(info.name, {}))
         store.edge_index = torch.zeros((2, 1), dtype=torch.int64).expand(2, info.count)
-    graph_attributes = partition.rest.get(None, partition.rest.get("", {}))  # "" in folders of earlier releases
+    graph_attributes = partition.rest.get(None, {})
     for key, value in graph_attributes.items() if partition.is_hetero else ():
         data[key] = value
     return data

@@ -1,4 +1,4 @@
-"""Messages for users: argument checks, replacements of removed options, and plain-text tables."""
+"""Messages for users: argument checks and plain-text tables."""
 
 from __future__ import annotations
 
@@ -11,80 +11,6 @@ from typing import Any
 
 OF_NEWER_TORCH = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 """Start of the warning that torch 2.13 issues whenever Lightning 2.6 combines loaders."""
-
-_HERE = "lgnn plan strategy=hyscale measures the machine that it runs on; plan.machine=FILE describes another"
-_TRACE = "Lightning's PyTorchProfiler writes a trace with named stages; see docs/how-to/profiling.md"
-_CACHES = "PersistentSamplerDataModule(cache_bytes=…) counts and plans; .plan_placement() returns the planned caches"
-_ROWS = "a graph is stored as plain rows, and chunks are made automatically for aggregation on an NPU; leave it out"
-_CHUNKED = "a graph is stored as plain rows; graph.chunked() has the chunks for an NPU"
-_SIZED = "chunks fit the memory of a core, and rows are ordered to load fewer of them; leave it out"
-_NO_FIELD = "a plan consists of gpu_buffer_size, cpu_buffer_size, lead and row; leave it out"
-_SCHEMA = "torch_geometric.contrib.utils.from_relbench makes a graph of tables whose keys are row numbers"
-_COUNTED = "lgnn plan … plan.partition=FOLDER plan.network=… counts the requests between ranks; leave it out"
-_PREFETCHER = "use lightning_gnn.loading.NodeLoader(…, prefetcher=CollectiveBatching(…))"
-REMOVED = {
-    "CompressedGraph.backward_order": _CHUNKED,
-    "CompressedGraph.element_size": _ROWS,
-    "CompressedGraph.limits": _CHUNKED,
-    "CompressedGraph.local_bytes": _ROWS,
-    "CompressedGraph.num_chunks": _ROWS,
-    "CompressedGraph.num_columns_hint": _ROWS,
-    "CompressedGraph.order": _ROWS,
-    "CompressedGraph.progress": _ROWS,
-    "CompressedGraph.save": "save its CSCGraph, and compress that again by CompressedGraph.from_graph",
-    "CompressedGraph.redundancy": "graph.chunked().chunks.columns.numel() is the number of rows that an NPU loads",
-    "CollectivePlan.backup": _NO_FIELD,
-    "CollectivePlan.begin": _NO_FIELD,
-    "CollectivePlan.configuration": _NO_FIELD,
-    "CollectivePlan.cover": _NO_FIELD,
-    "CollectivePlan.machine": _NO_FIELD,
-    "backend=pyg_lib": "PyG's NeighborLoader samples with pyg-lib if that is installed; leave it out",
-    "callbacks=timeline": _TRACE,
-    "lightning_gnn.collective.CollectiveLoader": _PREFETCHER,
-    "chunked.element_size": _SIZED,
-    "chunked.local_bytes": _SIZED,
-    "chunked.num_chunks": _SIZED,
-    "chunked.num_columns_hint": _SIZED,
-    "chunked.order": _SIZED,
-    "chunked.progress": _SIZED,
-    "convert.rows": "features are written as x.npy, which datamodule.memory= reads from disk; leave it out",
-    "data.memory": "datamodule.memory= alone keeps features on disk; leave it out",
-    "datamodule.cache_rows": "cache_bytes= limits the cache of hot rows and lists in bytes, or takes 'auto'; use it",
-    "datamodule.cache_plan": "each run measures in its first epoch; plan= takes a file written by lgnn plan",
-    "datamodule.cache_dir": "preparing a full graph is fast, so it is not cached; leave it out",
-    "datamodule.inference.resume": "an interrupted inference='full' starts again; leave it out",
-    "datamodule.num_chunks": _ROWS,
-    "datamodule.order": _ROWS,
-    "datamodule.replan": "a plan does not change during a run; leave it out",
-    "datamodule.precompute": "it made epochs no faster; leave it out, and num_neighbors samples all hops",
-    "datamodule.verify_store": "feature files have no checksums; leave it out",
-    "lgnn tune": "pytorch_lightning.tuner.Tuner(trainer).lr_find(module, datamodule) finds a learning rate",
-    "lightning_gnn.callbacks.StageTimeline": _TRACE,
-    "lightning_gnn.callbacks.ShortProgressBar": "Lightning shows its own bar; leave it out",
-    "lightning_gnn.datasets.from_tables": _SCHEMA,
-    "lightning_gnn.datasets.registry.convert_papers100m": "datasets.convert_tables(source, folder) makes it",
-    "lightning_gnn.graph.from_tables": _SCHEMA,
-    "lightning_gnn.graph.RowFile": "features on disk are .npy files: give their path to DiskFeatures or store=",
-    "lightning_gnn.graph.DualCachePlan": _CACHES,
-    "lightning_gnn.graph.plan_dual_cache": _CACHES,
-    "lightning_gnn.gpu_sampling.AccessCounts": _CACHES,
-    "lightning_gnn.gpu_sampling.count_accesses": _CACHES,
-    "lightning_gnn.graph.write_rows": "write features as x.npy by FeatureTable(x, dtype=…).save(path)",
-    "partition.batch_size": _COUNTED,
-    "partition.batches": _COUNTED,
-    "partition.num_neighbors": _COUNTED,
-    "partition.tell": "it is progress= now",
-    "plan.accelerators": _HERE,
-    "plan.platform": _HERE,
-    "plan.platform_file": _HERE,
-    "strategy.cpu_trainers=numa": "give the number of NUMA nodes; the operating system assigns their cores",
-}
-"""Choices, options and public names of earlier releases, and their replacements."""
-
-
-def removed(name: str) -> str | None:
-    """Return the message for a removed choice, option or public name; None for any other name."""
-    return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else None
 
 
 def whole_number(value: object, name: str, least: int | None = None) -> int:

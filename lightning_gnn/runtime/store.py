@@ -28,7 +28,6 @@ from lightning_gnn.runtime.manifest import hashes_of, identity, seal, verify
 
 KINDS = {
     "topology": "sorted edges of data folders",
-    "graphs": "compressed graphs of earlier releases",
     "plans": "plans of collective batching",
     "limits": "peak rates of this machine",
     "inference": "layer outputs of inference",
@@ -36,7 +35,6 @@ KINDS = {
     "remote": "copies of files at URLs",
     "twin": "the compiled CPU twin of the Ascend kernels",
     "npu": "the compiled NPU kernels",
-    **dict.fromkeys(("first_layer", "datasets"), "unused files of an earlier release"),
 }
 """Descriptions of the kinds of cache entries; each kind has its own folder."""
 

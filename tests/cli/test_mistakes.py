@@ -12,19 +12,13 @@ from lightning_gnn.cli import main as cli
 from lightning_gnn.cli.commands import export, partition, train
 from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.partitioned import partition_graph
-from lightning_gnn.runtime.messages import REMOVED
 from tests.cli.command import NODE, lgnn
 from tests.refusals import refuses
 
 BARE = ["torch_threads=1", "trainer.enable_progress_bar=false"]
 COMPOSED = {
     "strategy=hyscal": "Could not find 'strategy/hyscal' Available options in 'strategy': ascend_hybrid auto ddp",
-    "callbacks=timeline": "callbacks=timeline was removed: Lightning's PyTorchProfiler writes a trace with named",
     "modle=gcn": "Could not override 'modle'. To append to your config use +modle=gcn: Key 'modle' is not in struct",
-    "datamodule.precompute=first_layer": "datamodule.precompute was removed: it made epochs no faster; leave it out",
-    "data=custom data.memory=8GB": "data.memory was removed: datamodule.memory= alone keeps features",
-    "inference=full datamodule.inference.resume=false": "datamodule.inference.resume was removed: an "
-    "interrupted inference='full' starts again; leave it out",
     "datamodule.num_neighbors=4,4": "num_neighbors=4,4' 1. To use it as a list, use key=[value1,value2]",
     "hyscale": "Error parsing override 'hyscale' missing EQUAL",
     "mode=test ckpt_path=a/epoch=0-step=9.ckpt": "ckpt_path=a/epoch=0-step=9.ckpt cannot be parsed as KEY=VALUE",
@@ -191,10 +185,3 @@ def test_a_saved_run_is_rebuilt_with_configurations_from_elsewhere(tmp_path, cap
     assert lgnn(tmp_path / "out", *found, "predict", saved, "seed=1", base=[]) == 0
     assert "rebuilt from the configuration saved in" in capfd.readouterr().out
     assert np.load(tmp_path / "out/predictions.npy").shape == (600, 3)
-
-
-def test_a_command_of_earlier_releases_names_what_replaces_it(monkeypatch, capfd):
-    monkeypatch.setattr("sys.argv", ["lgnn", "tune", "model=gcn"])
-    with pytest.raises(SystemExit, match="2"):
-        cli.main()
-    assert capfd.readouterr().err == f"error: lgnn tune was removed: {REMOVED['lgnn tune']}\n"

@@ -209,13 +209,6 @@ def test_a_plan_is_made_once_and_taken_from_a_file(tmp_path):
     assert again.plan == made
 
 
-def test_options_that_saved_configurations_still_have_are_warned_of():
-    with pytest.warns(UserWarning, match=r"datamodule\.cache_plan was removed: each run measures in its first epoch"):
-        make_datamodule(cache_plan=True, replan=False)
-    with pytest.warns(UserWarning, match=r"datamodule\.replan was removed: a plan does not change during a run"):
-        make_datamodule(replan=True)
-
-
 # -- machines
 
 

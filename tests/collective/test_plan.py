@@ -36,13 +36,6 @@ def test_file_round_trip(tmp_path):
     assert hash(plan) == hash(CollectivePlan.load(str(tmp_path / "plan.yaml")))
 
 
-def test_a_plan_of_an_earlier_release_is_read_over_what_is_gone():
-    text = "{mode: collective, gpu_buffer_size: 6, cpu_buffer_size: 2, row: 3, cover: 2, begin: 9, machine: one}"
-    assert CollectivePlan.from_yaml(text) == CollectivePlan("collective", 6, 2, row=3)
-    with pytest.raises(TypeError, match=r"CollectivePlan\.cover was removed: a plan consists of gpu_buffer_size"):
-        CollectivePlan("collective", 6, 2, cover=2)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -161,23 +161,6 @@ def test_wrong_graphs_and_values():
         graph.gcn_weight(torch.zeros(2))
 
 
-@pytest.mark.parametrize("name", ["num_chunks", "order", "local_bytes"])
-def test_what_is_gone_says_what_to_use(name):
-    with pytest.raises(TypeError, match=rf"CompressedGraph\.{name} was removed: a graph is stored as plain rows"):
-        CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2, **{name: 3})
-    graph = CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2)
-    with pytest.raises(AttributeError, match=r"redundancy was removed: .*graph\.chunked\(\)"):
-        graph.redundancy()
-    with pytest.raises(AttributeError, match=r"save was removed: save its CSCGraph"):
-        graph.save("folder")
-    with pytest.raises(AttributeError, match="no attribute 'rows'"):
-        _ = graph.rows
-    with pytest.raises(TypeError, match=r"chunked\.local_bytes was removed: chunks fit the memory of a core"):
-        graph.chunked(local_bytes=1 << 20)
-    with pytest.raises(TypeError, match="unknown option chunks of CompressedGraph"):
-        CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2, chunks=3)
-
-
 # Chunks for NPUs.
 
 

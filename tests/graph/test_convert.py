@@ -371,7 +371,6 @@ def test_the_command(tmp_path, tables, capsys):
         ([f"source={source}"], "give out="),
         ([f"source={source}", f"out={out}"], "exists already"),
         ([f"source={source}", f"out={out}", "sauce=1"], "sauce"),
-        ([f"source={source}", f"out={out}", "rows=true"], "rows was removed: features are written as x.npy"),
         ([f"source={source}", f"out={out}2", "memory=much"], "such as 4000000000, '4GB'"),
     ):
         assert convert_command.main(given_) == 2

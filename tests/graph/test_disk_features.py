@@ -286,9 +286,6 @@ def test_other_files_are_refused(tmp_path):
     ):
         np.save(tmp_path / f"{name}.npy", array)
         refuses(error, said, DiskFeatures, tmp_path / f"{name}.npy", "10MB")
-    (tmp_path / "x.rows").write_bytes(b"\0" * 5000)
-    with pytest.raises(ValueError, match=r"x\.rows is a file of an earlier release.* write .* again as x\.npy"):
-        DiskFeatures(tmp_path / "x.rows", "10MB")
 
 
 @pytest.mark.medium

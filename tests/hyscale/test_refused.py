@@ -36,7 +36,7 @@ from tests.patience import NEVER
         ({"shares": "auto"}, "one number per trainer"),
         ({"cpu_trainers": -1}, "must not be negative"),
         ({"cpu_trainers": 1.5}, "whole number, but is 1.5"),
-        ({"cpu_trainers": "numa"}, "cpu_trainers=numa was removed: give the number of NUMA nodes"),
+        ({"cpu_trainers": "numa"}, "cpu_trainers must be a whole number, but is 'numa'"),
         ({"agree_every": 0}, "agree_every"),
         ({"agree_every": 2.5}, "whole number, but is 2.5"),
         ({"drm": None}, "drm must be True, False, 'paper' or the path"),

@@ -266,7 +266,6 @@ def test_a_duplicate_seed_keeps_both_places_with_the_same_picks():
         (torch.tensor([0]), torch.tensor([0.5]), {}, TypeError, "holds 0.5, but a fanout is an integer"),
         (torch.tensor([0]), {("a", "to", "a"): [3]}, {}, TypeError, "needs a heterogeneous graph: give one list"),
         (torch.tensor([0]), [1], {"backend": "cuda"}, ValueError, "unknown sampling backend 'cuda'"),
-        (torch.tensor([0]), [1], {"backend": "pyg_lib"}, ValueError, "backend=pyg_lib was removed: PyG's"),
         (torch.tensor([0]), [1], {"key": 2**63}, ValueError, "key .* is 9223372036854775808, but must lie between"),
         (torch.tensor([0]), [1], {"key": 0.5}, TypeError, "key .* must be an integer, but is 0.5"),
         (torch.tensor([0]), [1], {"first_tree": -1}, ValueError, "first_tree is -1"),

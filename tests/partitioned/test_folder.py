@@ -98,8 +98,6 @@ def test_the_summary_counts_edges_between_parts(tmp_path):
     summary = partition_graph(make_plain_graph(), tmp_path / "one", 1, "ldg")
     assert (summary.nodes, summary.edges, summary.cut) == ([60], [400], 0.0)
     assert 0.6 < partition_graph(make_plain_graph(), tmp_path / "four", 4, "random").cut < 0.9
-    with pytest.raises(TypeError, match=r"partition\.batches was removed: lgnn plan .*; leave it out"):
-        partition_graph(make_plain_graph(), tmp_path / "none", 2, batches=0)
 
 
 def flip(path):
@@ -237,7 +235,6 @@ def test_the_command(tmp_path, capsys):
         (["data=synthetic", "parts=3"], "give out="),
         ([*arguments, f"out={out}"], "is not empty"),
         ([*arguments, "out=x", "sort=true"], "lgnn partition --help"),
-        ([*arguments, "out=x", "batches=6"], "partition.batches was removed"),
     ):
         assert command.main(wrong) == 2
         assert message in " ".join(capsys.readouterr().err.split())

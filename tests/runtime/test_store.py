@@ -33,7 +33,7 @@ class CachedText:
         self.made = self.read = 0
 
     def get(self, key=KEY):
-        return get_or_create("graphs", key, self._make, self._read, title="a thing", sources=self.sources)
+        return get_or_create("topology", key, self._make, self._read, title="a thing", sources=self.sources)
 
     def _make(self, folder):
         self.made += 1
@@ -64,7 +64,7 @@ def test_it_is_made_once_and_hashed_once(root, monkeypatch):
     assert [thing.get() for _ in range(3)] == ["content"] * 3
     assert (thing.made, thing.read) == (1, 3)
     assert sorted(names) == ["more", "text"]
-    assert sorted(path.name for path in (root / "graphs").iterdir()) == [KEY]
+    assert sorted(path.name for path in (root / "topology").iterdir()) == [KEY]
 
 
 def test_what_was_written_just_now_is_verified_once_more(monkeypatch):
@@ -82,7 +82,7 @@ def test_files_that_look_new_are_verified_and_kept(root, monkeypatch, how):
     settle(monkeypatch)
     thing = CachedText()
     thing.get()
-    path = root / "graphs" / KEY / "text"
+    path = root / "topology" / KEY / "text"
     before = path.stat()
     if how == "copied":
         path.rename(path.with_name("old"))
@@ -112,7 +112,7 @@ def test_damage_is_said_and_healed(root, monkeypatch, damage, message):
     thing = CachedText()
     thing.get()
     time.sleep(0.01)  # advances the file system's clock
-    damage(root / "graphs" / KEY)
+    damage(root / "topology" / KEY)
     with pytest.warns(UserWarning, match=rf"{KEY} is damaged or out of date \({message}.*; it is made again"):
         assert thing.get() == "content"
     with warnings.catch_warnings():
@@ -151,8 +151,8 @@ def test_a_user_error_while_making_is_raised_and_leaves_nothing(root):
         (folder / "half").write_text("x")
         raise ValueError("edge_index holds node 7")
 
-    refuses(ValueError, "holds node 7", get_or_create, "graphs", KEY, fail, lambda folder: 1, title="a thing")
-    assert list((root / "graphs").iterdir()) == []
+    refuses(ValueError, "holds node 7", get_or_create, "topology", KEY, fail, lambda folder: 1, title="a thing")
+    assert list((root / "topology").iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
@@ -166,13 +166,13 @@ def test_a_full_disk_means_no_cache_and_one_warning(root, number):
     with pytest.warns(UserWarning, match=r"a thing: cannot be cached in .*; it is made again each time") as said:
         assert [thing.get() for _ in range(3)] == [None] * 3
     assert len(said) == 1
-    assert list((root / "graphs").iterdir()) == []
+    assert list((root / "topology").iterdir()) == []
 
 
 def test_a_read_only_store_is_read_and_not_written(root, monkeypatch):
     thing = CachedText()
     thing.get()
-    folders = [root, root / "graphs", root / "graphs" / KEY]
+    folders = [root, root / "topology", root / "topology" / KEY]
     for folder in folders:
         folder.chmod(0o500)
     try:
@@ -187,9 +187,9 @@ def test_a_read_only_store_is_read_and_not_written(root, monkeypatch):
 
 def test_folders_are_private(root):
     CachedText().get()
-    with locked(root, "graphs", KEY):
+    with locked(root, "topology", KEY):
         pass
-    for folder in (root, root / "graphs", root / "graphs" / KEY, root / "locks"):
+    for folder in (root, root / "topology", root / "topology" / KEY, root / "locks"):
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -209,7 +209,7 @@ def test_a_folder_that_others_own_or_may_write_to_is_not_used(root, tmp_path, mo
     assert found[1:] == ["content"] * 2
     assert not list(root.iterdir())
     if not isinstance(mode, str) or os.geteuid() == 0:
-        assert (tmp_path / "own" / "lightning-gnn" / "graphs" / KEY).is_dir()
+        assert (tmp_path / "own" / "lightning-gnn" / "topology" / KEY).is_dir()
         assert len(caught) == 1
 
 
@@ -230,7 +230,7 @@ def write_half(ready, dies):
             os._exit(9)
         time.sleep(300)
 
-    get_or_create("graphs", KEY, make, lambda folder: 1, title="a thing")
+    get_or_create("topology", KEY, make, lambda folder: 1, title="a thing")
 
 
 def test_what_dead_writers_left_is_removed_and_what_living_ones_write_stays(root):
@@ -240,11 +240,11 @@ def test_what_dead_writers_left_is_removed_and_what_living_ones_write_stays(root
     try:
         dead.start()
         dead.join(timeout=PATIENCE)
-        (left,) = (root / "graphs").iterdir()
+        (left,) = (root / "topology").iterdir()
         assert left.name.endswith(".part")
         living.start()
         assert ready[1].wait(timeout=PATIENCE)
-        (part,) = (root / "graphs").iterdir()  # the same key: the living process cleaned up before it wrote
+        (part,) = (root / "topology").iterdir()  # the same key: the living process cleaned up before it wrote
         assert part == left
         assert CachedText().get(OTHER) == "content"
         assert (part / "half").exists()
@@ -252,7 +252,7 @@ def test_what_dead_writers_left_is_removed_and_what_living_ones_write_stays(root
         living.kill()
         living.join(timeout=PATIENCE)
     CachedText().get("2" * 32)
-    assert sorted(path.name for path in (root / "graphs").iterdir()) == [OTHER, "2" * 32]
+    assert sorted(path.name for path in (root / "topology").iterdir()) == [OTHER, "2" * 32]
 
 
 def test_of_several_threads_one_makes_it():
@@ -281,33 +281,22 @@ def test_the_command_lists_and_clears(root, capsys):
     keep("plans", OTHER, lambda folder: (folder / "plan.yaml").write_text("x" * 2000), title="plan for [a machine]")
     code, text = run_cache_command(capsys)
     assert code == 0
-    assert "graphs" in text
+    assert "topology" in text
     assert "plan for [a machine]" in text
     assert "2 entries, " in text
     code, text = run_cache_command(capsys, "--clear", "plans")
     assert (code, text.splitlines()[0][:25]) == (0, "plans: 1 entry removed, 2")
-    assert "graphs: 1 entry removed" in run_cache_command(capsys, "--clear")[1]
+    assert "topology: 1 entry removed" in run_cache_command(capsys, "--clear")[1]
     assert "0 entries, 0 bytes in" in run_cache_command(capsys)[1]
-
-
-def test_what_earlier_releases_left_is_listed_and_cleared(root, capsys):
-    (root / "first_layer" / KEY).mkdir(parents=True)
-    (root / "graphs" / f".{OTHER}.{KEY}.part").mkdir(parents=True)
-    root.chmod(0o700)
-    code, text = run_cache_command(capsys)
-    assert (code, "1 entry" in text) == (0, True)
-    assert not list((root / "graphs").glob("*.part"))
-    assert run_cache_command(capsys, "--clear")[0] == 0
-    assert not list((root / "first_layer").iterdir())
 
 
 def test_clearing_leaves_what_is_in_use_and_what_is_not_ours(root, capsys):
     CachedText().get()
-    (root / "graphs" / "my own graphs").mkdir()
+    (root / "topology" / "my own graphs").mkdir()
     (root / "notes.txt").write_text("mine")
-    with locked(root, "graphs", KEY):
+    with locked(root, "topology", KEY):
         code, text = run_cache_command(capsys, "--clear")
         assert (code, "is in use and stays" in text) == (0, True)
     run_cache_command(capsys, "--clear")
-    assert [path.name for path in (root / "graphs").iterdir()] == ["my own graphs"]
+    assert [path.name for path in (root / "topology").iterdir()] == ["my own graphs"]
     assert (root / "notes.txt").exists()

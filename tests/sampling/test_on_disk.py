@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import pytorch_lightning as pl
 import torch
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 from benchmarks.data.disk import optimum
 from lightning_gnn import CollectiveDataModule, NeighborDataModule, NeighborSampler
 from lightning_gnn.datasets.folder import load_folder, save_folder
-from lightning_gnn.datasets.hetero_folder import save_hetero_folder
 from lightning_gnn.features import DiskFeatures, FeatureTable, disk_reads
 from lightning_gnn.features.disk_cache import BeladyCache
 from lightning_gnn.loading import MiniBatchPipeline
@@ -159,22 +158,6 @@ def test_a_store_of_floats_stands_for_other_numbers_of_the_same_value(folder, tm
     data.x[NODES - 1] = ~data.x[NODES - 1] if dtype is torch.bool else data.x[NODES - 1] + 1
     with pytest.raises(ValueError, match=r"x differ: column"):
         build(data, memory=MEMORY, store=store)
-
-
-@pytest.mark.parametrize("typed", [False, True])
-def test_a_folder_with_rows_of_an_earlier_release_is_refused(tmp_path, typed):
-    data = HeteroData()
-    data["a"].x, data["a", "to", "a"].edge_index = torch.randn(9, 3), torch.randint(0, 9, (2, 20))
-    if typed:
-        save_hetero_folder(data, tmp_path / "graph")
-    else:
-        save_folder(Data(x=data["a"].x, edge_index=data["a", "to", "a"].edge_index), tmp_path / "graph")
-    (path,) = (tmp_path / "graph").rglob("x.npy")
-    path.with_suffix(".rows").write_bytes(b"rows")
-    load_folder(tmp_path / "graph")  # the folder also holds an unused x.npy
-    path.unlink()
-    with pytest.raises(ValueError, match=r"x\.rows is a file of an earlier release.* again as x\.npy, with lgnn"):
-        load_folder(tmp_path / "graph")
 
 
 class OwnSampler(NeighborSampler):
@@ -515,8 +498,6 @@ def test_what_cannot_work_is_refused(folder, tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             build(data, **options).train_dataloader()
-    with pytest.raises(ValueError, match="verify_store=True was removed: feature files have no checksums"):
-        build(data, memory=MEMORY, verify_store=True)
     in_memory = load_folder(folder, mmap=False)
     with pytest.raises(ValueError, match=r"data\.x is not mapped from a file"):
         build(in_memory, memory=MEMORY)

@@ -143,16 +143,8 @@ const Chip* FindChip(const char* name);
 struct Options {
     int64_t blocks = 1;
     uint64_t seed = 0; // 0: blocks in order
-    bool requireDoubleBuffer = false, nanAllowed = true, timeline = false;
+    bool requireDoubleBuffer = false, nanAllowed = true;
     int64_t maxInstructions = int64_t(1) << 40;
-};
-
-struct Record {
-    int32_t block, core;
-    uint8_t pipe, kind;
-    uint16_t line;
-    double start, finish;
-    int64_t bytes, fractals, elements;
 };
 
 struct Violation {
@@ -181,7 +173,6 @@ struct Launch {
     bool probing = false, failed = false;
     Violation violation;
     std::vector<Violation> lints;
-    std::vector<Record> records;
     int64_t instructions = 0;
     double totals[static_cast<int>(Path::COUNT)] = {};
     double fractals = 0, elements = 0, l2Used = 0;

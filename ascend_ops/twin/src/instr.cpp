@@ -48,23 +48,16 @@ Instr::~Instr()
     core.time[p] = start + cycles;
     core.ended[p] = std::max(core.ended[p], start + cycles + latency); // instructions of a pipe end in order
     if (latency > 0) flying.push_back(core.ended[p]);
-    const double finish = core.Ended(p);
     core.busy[p] += cycles;
     if (pipe_ != PIPE_S) {
         core.time[0] += l.parameters.issue_cycles;
         core.busy[0] += l.parameters.issue_cycles;
     }
-    int64_t moved = 0;
     for (int i = 0; i < static_cast<int>(Path::COUNT); ++i) {
         l.totals[i] += static_cast<double>(work.bytes[i]);
-        if (i >= static_cast<int>(Path::GM_TO_UB)) moved += work.bytes[i];
     }
     if (work.kind == Kind::Mmad) l.fractals += static_cast<double>(work.fractals);
     l.elements += static_cast<double>(work.elements);
-    if (l.options.timeline) {
-        l.records.push_back({core.block, core.id, static_cast<uint8_t>(p), static_cast<uint8_t>(work.kind), LineOf(loc_),
-            static_cast<float>(start), static_cast<float>(finish), moved, work.fractals, work.elements});
-    }
 }
 
 void Instr::CheckTensor(const LocalRef& ref, int64_t offset, int64_t bytes, int64_t align, bool write)

@@ -15,7 +15,7 @@ std::map<std::string, KernelEntry>& Kernels()
     static std::map<std::string, KernelEntry> kernels;
     return kernels;
 }
-std::unique_ptr<Launch> last; // kept so that its records can be read
+std::unique_ptr<Launch> last; // kept until the next one, since its cores refer to it while they end
 std::vector<std::unique_ptr<Allocation>> allocations;
 std::string reply;
 
@@ -210,7 +210,7 @@ struct TwinArgument {
 struct TwinOptions {
     const char* chip;
     int64_t blocks, seed, max_instructions;
-    int32_t require_double_buffer, nan_allowed, timeline, reserved;
+    int32_t require_double_buffer, nan_allowed;
     const double* parameters; // in the order of twin_parameters, or null
 };
 
@@ -254,7 +254,6 @@ TWIN_API const char* twin_launch(const char* kernel, const TwinArgument* argumen
     l.options.maxInstructions = options->max_instructions;
     l.options.requireDoubleBuffer = options->require_double_buffer != 0;
     l.options.nanAllowed = options->nan_allowed != 0;
-    l.options.timeline = options->timeline != 0;
     if (options->parameters) {
         const double* value = options->parameters;
 #define TWIN_READ(name, standard, unit) l.parameters.name = *value++;
@@ -305,19 +304,6 @@ TWIN_API const char* twin_launch(const char* kernel, const TwinArgument* argumen
     reply = Reply(l);
     allocations.clear();
     l.current = nullptr;
-    return reply.c_str();
-}
-
-TWIN_API const void* twin_records(int64_t* count)
-{
-    *count = last ? static_cast<int64_t>(last->records.size()) : 0;
-    return *count ? last->records.data() : nullptr;
-}
-
-TWIN_API const char* twin_line(int32_t line)
-{
-    const Loc loc = LocOf(static_cast<uint16_t>(line));
-    reply = Format("%s:%d", loc.file, loc.line);
     return reply.c_str();
 }
 }

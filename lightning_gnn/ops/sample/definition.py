@@ -47,7 +47,6 @@ from lightning_gnn.ops.sample.numba import sample_relations
 from lightning_gnn.ops.sample.reference import sample_reference
 from lightning_gnn.ops.sample.relation import Labor, PickOptions, Relation, Sampled, TimeWindow
 from lightning_gnn.ops.sample.triton import sample_relations_triton, triton_sampler
-from lightning_gnn.runtime.messages import removed
 
 BACKENDS = ("numba", "triton", "reference")
 
@@ -342,5 +341,4 @@ def check_flags(**flags: object) -> None:
 def check_backend(backend: str | None) -> None:
     """Raise a ValueError unless ``backend`` is one of ``BACKENDS``, or None."""
     if backend is not None and backend not in BACKENDS:
-        unknown = f"unknown sampling backend {backend!r}; choose one of {', '.join(BACKENDS)}"
-        raise ValueError(removed(f"backend={backend}") or unknown)
+        raise ValueError(f"unknown sampling backend {backend!r}; choose one of {', '.join(BACKENDS)}")

@@ -67,28 +67,3 @@ extern "C" __global__ __aicore__ void add_count(uint32_t a, uint32_t b, uint32_t
     PipeBarrier<PIPE_V>();
     Add(all[y / 2], all[a / 2], all[b / 2], static_cast<int32_t>(count));
 }
-
-// `count` words, `stride` bytes apart, read `times` times by the scalar unit; `clean`: its cache is emptied in between,
-// line by line (1) or at once (2).
-extern "C" __global__ __aicore__ void scalar_reads(
-    GM_ADDR x, GM_ADDR y, uint32_t count, uint32_t stride, uint32_t times, uint32_t clean)
-{
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-    GlobalTensor<int32_t> source, target;
-    source.SetGlobalBuffer((__gm__ int32_t*)x);
-    target.SetGlobalBuffer((__gm__ int32_t*)y, 1);
-    int32_t sum = 0;
-    for (uint32_t t = 0; t < times; ++t) {
-        for (uint32_t i = 0; i < count; ++i) {
-            sum += source.GetValue(i * stride / 4);
-            if (clean == 1) {
-                DataCacheCleanAndInvalid<int32_t, CacheLine::SINGLE_CACHE_LINE, DcciDst::CACHELINE_OUT>(
-                    source[i * stride / 4]);
-            }
-        }
-        if (clean == 2) {
-            DataCacheCleanAndInvalid<int32_t, CacheLine::ENTIRE_DATA_CACHE, DcciDst::CACHELINE_OUT>(source);
-        }
-    }
-    target.SetValue(0, sum);
-}

@@ -1,1 +1,0 @@
-"""Files written by the previous version, and the run that wrote them."""
