@@ -12,6 +12,7 @@ from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.export import export_onnx, export_program
 from lightning_gnn.nn.hetero import HGT, RGAT, RGCN, HeteroGraphSAGE
 from lightning_gnn.nn.inference import FullInference, infer
+from lightning_gnn.nn.layers import LayerBlock, activate, check_layered, run_layers
 from lightning_gnn.nn.link import LinkPredictor
 from lightning_gnn.nn.models import GAT, GCN, GIN, GraphSAGE
 from lightning_gnn.nn.module import GNNModule
@@ -33,13 +34,17 @@ __all__ = [
     "GNNModule",
     "GraphSAGE",
     "HeteroGraphSAGE",
+    "LayerBlock",
     "LinkPredictor",
     "NodeClassifier",
     "NodeRegressor",
     "SAGEConv",
     "TypeEmbeddings",
+    "activate",
+    "check_layered",
     "export_onnx",
     "export_program",
     "infer",
+    "run_layers",
     "unfused_layers",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from lightning_gnn.graph.csr import CSR
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
 from lightning_gnn.nn.conv.graph import REDUCE, is_plain, layers_without_graph
 from lightning_gnn.nn.layer_files import layer_outputs
-from lightning_gnn.nn.models import _InputDropoutGNN
+from lightning_gnn.nn.layers import activate
+from lightning_gnn.nn.models import LayeredGNN
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.aggregate.source_order import aggregate_in_source_order, iter_target_ranges
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
@@ -150,7 +152,7 @@ class Layer:
     """One layer of a model."""
 
     conv: nn.Module  # a layer of lightning_gnn.nn.conv
-    after: list[Callable[[Tensor], Tensor]]  # row-wise functions: normalization, activation, a last linear layer
+    after: Callable[[Tensor], Tensor]  # row by row: normalization, activation, a last linear layer
     width: int  # columns of the result
     widest: int  # columns of the widest intermediate tensor
     whole_norm: str | None = None  # class name of a normalization in `after` that reads all rows, or None
@@ -158,7 +160,7 @@ class Layer:
 
 def layers_of(model: nn.Module) -> list[Layer] | None:
     """Split a model into layers that can run one after another, or return None if that is not possible."""
-    if not isinstance(model, BasicGNN) or type(model).forward not in (BasicGNN.forward, _InputDropoutGNN.forward):
+    if not isinstance(model, BasicGNN) or type(model).forward not in (BasicGNN.forward, LayeredGNN.forward):
         return None
     if model.jk_mode not in (None, "last") or not all(type(c) in (GCNConv, SAGEConv, GATConv) for c in model.convs):
         return None
@@ -167,19 +169,21 @@ def layers_of(model: nn.Module) -> list[Layer] | None:
     layers = []
     for i, (conv, norm) in enumerate(zip(model.convs, model.norms, strict=True)):
         last = i == model.num_layers - 1
-        after: list[Callable[[Tensor], Tensor]] = []
         width = int(conv.out_channels) * (conv.heads if getattr(conv, "concat", False) else 1)
         widest = int(conv.out_channels) * getattr(conv, "heads", 1)
         whole_norm = None
         if not last or model.jk_mode is not None:
-            act = [] if model.act is None else [model.act]
-            after = [*act, norm] if model.act_first else [norm, *act]
             whole_norm = None if _is_row_wise(norm) else type(norm).__name__
         if last and model.jk_mode is not None:
-            after.append(model.lin)
             width = model.out_channels
-        layers.append(Layer(conv, after, width, max(widest, width), whole_norm))
+        layers.append(Layer(conv, partial(_finish, model, i), width, max(widest, width), whole_norm))
     return layers
+
+
+def _finish(model: BasicGNN, layer: int, x: Tensor) -> Tensor:
+    """Apply what follows a layer in evaluation mode."""
+    x = activate(model, layer, x)
+    return model.lin(x) if layer == model.num_layers - 1 and model.jk_mode is not None else x
 
 
 def _run_whole(model: nn.Module, x: Tensor, graph: CompressedGraph, extra: dict[str, Tensor]) -> Tensor:
@@ -309,9 +313,7 @@ def _stream(
         for i, layer in enumerate(layers):
             target = files.create_output(i, (num_nodes, layer.width), dtype)
             for rows, out in run.iter_outputs(layer, source):
-                for function in layer.after:
-                    out = function(out)
-                target[rows] = out.to("cpu", target.dtype)
+                target[rows] = layer.after(out).to("cpu", target.dtype)
                 if settings.progress and 10 * rows.stop // num_nodes > 10 * rows.start // num_nodes:
                     done = 100 * rows.stop // num_nodes
                     rank_zero_info(f"layer {i + 1} of {len(layers)}: {done} % of the nodes are done")

@@ -1,6 +1,5 @@
 """GCN, GraphSAGE, GIN and GAT: PyG's models with dropout on the input features and exact trimming."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 from lightning_gnn.nn.conv.fused import can_fuse, find_obstacle, fold_dropout
 from lightning_gnn.nn.dropout import Dropout
+from lightning_gnn.nn.layers import LayerBlock, run_layers
 from lightning_gnn.ops.aggregate_update.edge_order import first_rows
 
 
@@ -56,19 +56,8 @@ class _SampledEdges(NamedTuple):
     every_hop: bool = False  # an edge belongs to the layer of its hop only
 
 
-@dataclass
-class _Block:
-    """The input of one layer of a trimmed mini-batch, except its source rows."""
-
-    num_targets: int  # number of sources, the first ones, that are also its targets
-    edge_index: Tensor  # [2, E]
-    edge_weight: Tensor | None = None  # [E], or None
-    edge_attr: Tensor | None = None  # [E, …], or None
-    sorted_edges: list[Tensor] | None = None  # weighted edges by target, for a fused layer
-
-
-class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
-    """A PyG ``BasicGNN`` with input dropout and argument checks, without additional parameters."""
+class LayeredGNN(BasicGNN):  # type: ignore[misc]
+    """A PyG ``BasicGNN`` whose layers run one by one, with input dropout and argument checks, and PyG's parameters."""
 
     def __init__(
         self,
@@ -122,45 +111,31 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         if nodes is None or edges is None or not trims_exactly(self, len(edges)):
             out: Tensor = super().forward(self.input_dropout(x), edge_index, edge_weight, edge_attr, batch, batch_size)
             return out
-        return self._run_trimmed(x, _SampledEdges(edge_index, edge_weight, edge_attr, nodes, edges, every_hop))
+        blocks = self._split_by_layer(x, _SampledEdges(edge_index, edge_weight, edge_attr, nodes, edges, every_hop))
+        return run_layers(self, x[: sum(nodes[: self.num_layers + 1])], blocks)
 
-    def _run_trimmed(self, x: Tensor, batch: _SampledEdges) -> Tensor:
-        """Run each layer as a bipartite layer, from its sources to the nodes that the next layer needs."""
-        parts = self._split_by_layer(x, batch)
-        x = self.input_dropout(x[: sum(batch.num_nodes[: self.num_layers + 1])])
-        for i, (conv, norm, block) in enumerate(zip(self.convs, self.norms, parts, strict=True)):
-            last = i == self.num_layers - 1 and self.jk_mode is None
-            x, complete = self._run_layer(conv, x, block, None if last else norm)
-            if last:
-                break
-            if complete:
-                continue
-            if self.act is not None and self.act_first:
-                x = self.act(x)
-            x = norm(x)
-            if self.act is not None and not self.act_first:
-                x = self.act(x)
-            x = self.dropout(x)
-        return self.lin(x) if self.jk_mode is not None else x
-
-    def _split_by_layer(self, x: Tensor, batch: _SampledEdges) -> list[_Block]:
+    def _split_by_layer(self, x: Tensor, batch: _SampledEdges) -> list[LayerBlock]:
         """Split a mini-batch into layer inputs, the outermost first."""
         parts = []
         for hops in range(self.num_layers, 0, -1):
             edges = slice(sum(batch.num_edges[: hops - 1]) if batch.every_hop else 0, sum(batch.num_edges[:hops]))
             weight = None if batch.edge_weight is None else batch.edge_weight[edges]
             attr = None if batch.edge_attr is None else batch.edge_attr[edges]
-            parts.append(_Block(sum(batch.num_nodes[:hops]), batch.edge_index[:, edges], weight, attr))
+            parts.append(LayerBlock(sum(batch.num_nodes[:hops]), batch.edge_index[:, edges], weight, attr))
         return parts
 
-    def _run_layer(self, conv: MessagePassing, x: Tensor, block: _Block, norm: nn.Module | None) -> tuple[Tensor, bool]:
-        """Apply a layer to ``x`` ``[num_sources, F]``; also return whether ``norm`` to dropout are applied already."""
+    def apply_layer(self, layer: int, x: Tensor, block: LayerBlock, fuse: bool = True) -> tuple[Tensor, bool]:
+        """Apply a layer to its source rows ``[num_sources, F]``; return its targets' outputs ``[num_targets, D]``.
+
+        The second value is whether its normalization, activation and dropout have been applied already, by the layer's
+        own operator; not with ``fuse=False``.
+        """
         extra: dict[str, Any] = {"edge_attr": block.edge_attr} if self.supports_edge_attr else {}
-        out: Tensor = conv((x, x[: block.num_targets]), block.edge_index, **extra)
+        out: Tensor = self.convs[layer]((x, x[: block.num_targets]), block.edge_index, **extra)
         return out, False
 
 
-class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
+class GCN(LayeredGNN, pyg.GCN):  # type: ignore[misc]
     """Graph convolutional network (Kipf and Welling, ICLR 2017, arXiv:1609.02907).
 
     Takes the arguments of ``torch_geometric.nn.models.GCN``, and ``input_dropout``, the probability of dropping an
@@ -178,7 +153,7 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         """Build one layer, which also supports a compressed graph."""
         return GCNConv(in_channels, out_channels, **kwargs)
 
-    def _split_by_layer(self, x: Tensor, batch: _SampledEdges) -> list[_Block]:
+    def _split_by_layer(self, x: Tensor, batch: _SampledEdges) -> list[LayerBlock]:
         conv, edge_index, num_nodes = self.convs[0], batch.edge_index, batch.num_nodes
         if batch.every_hop:
             raise ValueError(
@@ -194,7 +169,9 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
             sources = [sum(num_nodes[: self.num_layers + 1]), *targets]
             read = zip((part[1] for part in cut), sources, strict=False)
             if all(not indices.numel() or int(indices.max()) < count for indices, count in read):
-                return [_Block(count, edge_index, sorted_edges=part) for count, part in zip(targets, cut, strict=True)]
+                return [
+                    LayerBlock(count, edge_index, sorted_edges=part) for count, part in zip(targets, cut, strict=True)
+                ]
         return super()._split_by_layer(x, self._normalize(x, batch) if conv.normalize else batch)
 
     def _can_fuse(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> bool:
@@ -208,11 +185,13 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
             return False
         return all(find_obstacle(conv) is None and conv.lin.weight.dtype == first.lin.weight.dtype for conv in others)
 
-    def _run_layer(self, conv: MessagePassing, x: Tensor, block: _Block, norm: nn.Module | None) -> tuple[Tensor, bool]:
-        # GCNConv.forward without its normalization, which would use the trimmed edges only.
+    def apply_layer(self, layer: int, x: Tensor, block: LayerBlock, fuse: bool = True) -> tuple[Tensor, bool]:
+        """Apply a layer, as :meth:`LayeredGNN.apply_layer`; the edges' weights are already normalized."""
+        conv = self.convs[layer]
         if block.sorted_edges is not None:
-            then = None if norm is None else fold_dropout(conv, norm, self.act, self.dropout, x)
+            then = fold_dropout(conv, self.norms[layer], self.act, self.dropout, x) if fuse else None
             return conv.run_fused(x, block.sorted_edges, then), then is not None
+        # GCNConv.forward would normalize by the degrees of the trimmed edges only.
         x = conv.lin(x)
         size = (x.size(0), block.num_targets)
         x = conv.propagate(block.edge_index, x=x, edge_weight=block.edge_weight, size=size)
@@ -243,7 +222,7 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         return batch._replace(edge_index=torch.cat(indices, dim=1), edge_weight=torch.cat(weights), num_edges=counts)
 
 
-class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):  # type: ignore[misc]
+class GraphSAGE(LayeredGNN, pyg.GraphSAGE):  # type: ignore[misc]
     """GraphSAGE (Hamilton, Ying and Leskovec, NeurIPS 2017, arXiv:1706.02216), mean aggregation by default.
 
     Takes the arguments of ``torch_geometric.nn.models.GraphSAGE`` and ``input_dropout`` (see :class:`GCN`).
@@ -253,16 +232,17 @@ class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):  # type: ignore[misc]
         """Build one layer, which also supports a compressed graph."""
         return SAGEConv(in_channels, out_channels, **kwargs)
 
-    def _run_layer(self, conv: MessagePassing, x: Tensor, block: _Block, norm: nn.Module | None) -> tuple[Tensor, bool]:
-        target = x[: block.num_targets]
-        if norm is not None and type(conv) is SAGEConv and can_fuse(conv, x, target, block.edge_index):
-            then = fold_dropout(conv, norm, self.act, self.dropout, x)
+    def apply_layer(self, layer: int, x: Tensor, block: LayerBlock, fuse: bool = True) -> tuple[Tensor, bool]:
+        """Apply a layer, as :meth:`LayeredGNN.apply_layer`."""
+        conv, target = self.convs[layer], x[: block.num_targets]
+        if fuse and type(conv) is SAGEConv and can_fuse(conv, x, target, block.edge_index):
+            then = fold_dropout(conv, self.norms[layer], self.act, self.dropout, x)
             if then is not None:
                 return conv.run_fused(x, target, block.edge_index, then), True
-        return super()._run_layer(conv, x, block, norm)
+        return super().apply_layer(layer, x, block, fuse)
 
 
-class GIN(_InputDropoutGNN, pyg.GIN):  # type: ignore[misc]
+class GIN(LayeredGNN, pyg.GIN):  # type: ignore[misc]
     """Graph isomorphism network (Xu, Hu, Leskovec and Jegelka, ICLR 2019, arXiv:1810.00826).
 
     Takes the arguments of ``torch_geometric.nn.models.GIN`` and ``input_dropout`` (see :class:`GCN`).
@@ -274,7 +254,7 @@ class GIN(_InputDropoutGNN, pyg.GIN):  # type: ignore[misc]
         return GINConv(MLP([in_channels, out_channels, out_channels], **options), **kwargs)
 
 
-class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
+class GAT(LayeredGNN, pyg.GAT):  # type: ignore[misc]
     """Graph attention network (Velickovic et al., ICLR 2018, arXiv:1710.10903; ``v2=True``: arXiv:2105.14491).
 
     Takes the arguments of ``torch_geometric.nn.models.GAT``, ``input_dropout`` (see :class:`GCN`), and

@@ -351,9 +351,7 @@ class _HomogeneousPass(_LayerwisePass):
             out: Tensor = layer.conv(x, block, weights)
         else:
             out = layer.conv((x, self._read(number - 1, 0, block.target_ids)), block)
-        for function in layer.after:
-            out = function(out)
-        return out
+        return layer.after(out)
 
 
 class _HeteroPass(_LayerwisePass):
