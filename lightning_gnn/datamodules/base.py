@@ -273,7 +273,7 @@ class MiniBatchDataModule(ResumableDataModule):
                 topology = getattr(self.graph_sampler, "whole_graph", getattr(self.graph_sampler, "graph", None))
                 topology = topology if isinstance(topology, CSCGraph) else CSCGraph.from_data(self.data)
                 self._graph = CompressedGraph.from_graph(topology)
-            self._full[name] = FullBatch.from_data(self.data, self._graph, inference=self.inference, **more)
+            self._full[name] = FullBatch.from_data(self.data, self._graph, runner=self.inference, **more)
         return only_batch(self._full[name])
 
     def large_arrays(self) -> dict[str, object]:

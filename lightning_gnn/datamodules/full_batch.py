@@ -17,7 +17,7 @@ from lightning_gnn.runtime.messages import OF_NEWER_TORCH
 
 
 class FullBatch(Data):  # type: ignore[misc]
-    """A PyG ``Data`` with a compressed graph; with an ``inference`` attribute, modules evaluate it layer by layer."""
+    """A PyG ``Data`` with a compressed graph; with a ``runner``, modules evaluate it layer by layer."""
 
     is_handed_out_again = True  # loaders return the same object each time, so it is converted and moved only once
 
@@ -34,11 +34,11 @@ class FullBatch(Data):  # type: ignore[misc]
         return int(self.edge_index.num_edges)
 
     def to(self, device: torch.device | str, *args: str, non_blocking: bool = False) -> FullBatch:
-        """Move the batch in place; with ``inference``, features and topology above the memory limit stay on the CPU."""
+        """Move the batch in place; with ``FullInference``, features and topology above its limit stay on the CPU."""
         device = torch.device(device)
-        settings = self.get("inference")
+        settings = self.get("runner")
         keys = args or tuple(self.keys())
-        if settings is not None and not args and device.type != "cpu" and self.x.device.type == "cpu":
+        if isinstance(settings, FullInference) and not args and device.type != "cpu" and self.x.device.type == "cpu":
             wanted = self.x.nbytes + self.edge_index.num_bytes
             if wanted > settings.limit_on(device):
                 keys = tuple(key for key in keys if key not in ("x", "edge_index", "edge_weight", "edge_attr"))

@@ -96,7 +96,7 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
     rows = owners.rows(graph.rank)
     num_nodes = owners.order.numel()
     data = copy.copy(batch)
-    data.edge_index = graph
+    data.edge_index, data.runner = graph, None  # shards fit the memory of the devices
     for key, value in batch.to_dict().items():
         if key in ("edge_index", "pred_nodes"):
             continue
@@ -178,7 +178,7 @@ class BatchCache:
         planned = copy.copy(batch)
         planned.edge_index = batch.edge_index.replace_settings(self.settings)
         moved: Data = move_data_to_device(planned, self.device)
-        if moved.get("inference") is None:  # full inference is used when memory is scarce
+        if moved.get("runner") is None:  # full inference is used when memory is scarce
             keep_constant(moved.edge_index, moved.get("x"))
         return moved
 

@@ -155,7 +155,7 @@ class FullGraphDataModule(ResumableDataModule):
             self.graph = CompressedGraph.from_graph(topology)
             if settings is None:  # full inference is used when memory is scarce
                 keep_constant(self.graph, data.get("x"))
-            data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"inference": settings}))
+            data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"runner": settings}))
         elif "graph" in data or "adj_t" in data or data.get("edge_index") is None:  # the topology is in CSC order only
             data = data.clone()
             data.edge_index = topology.to_edge_index()
@@ -191,7 +191,7 @@ class FullGraphDataModule(ResumableDataModule):
             return
         model = self.trainer.lightning_module
         # With mixed layers, only a forward pass would show which of them read the batch's edge_index.
-        layers = [] if model is None or self.graph is None or "inference" in self.data else model.modules()
+        layers = [] if model is None or self.graph is None or "runner" in self.data else model.modules()
         if layers and not any(getattr(layer, "takes_graph", False) for layer in layers):
             check_takes_graph(model)
         if self.trainer.world_size == 1:

@@ -17,6 +17,7 @@ from lightning_gnn.nn.link import LinkPredictor
 from lightning_gnn.nn.models import GAT, GCN, GIN, GraphSAGE
 from lightning_gnn.nn.module import GNNModule
 from lightning_gnn.nn.regressor import NodeRegressor
+from lightning_gnn.nn.run_model import Runner, run_model
 
 __all__ = [
     "GAT",
@@ -38,6 +39,7 @@ __all__ = [
     "LinkPredictor",
     "NodeClassifier",
     "NodeRegressor",
+    "Runner",
     "SAGEConv",
     "TypeEmbeddings",
     "activate",
@@ -46,5 +48,6 @@ __all__ = [
     "export_program",
     "infer",
     "run_layers",
+    "run_model",
     "unfused_layers",
 ]

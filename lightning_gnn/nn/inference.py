@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
@@ -20,9 +20,11 @@ from lightning_gnn.features.arrays import read_in_order
 from lightning_gnn.graph.csr import CSR
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
 from lightning_gnn.nn.conv.graph import REDUCE, is_plain, layers_without_graph
+from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.layer_files import layer_outputs
-from lightning_gnn.nn.layers import activate
+from lightning_gnn.nn.layers import activate, widen_features
 from lightning_gnn.nn.models import LayeredGNN
+from lightning_gnn.nn.run_model import edge_arguments
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.aggregate.source_order import aggregate_in_source_order, iter_target_ranges
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
@@ -65,6 +67,9 @@ class FullInference:
     memory_limit: int | float | str = "auto"
     progress: bool = True
 
+    trains: ClassVar[bool] = False
+    """A whole graph is trained on as usual; see :class:`~lightning_gnn.nn.run_model.Runner`."""
+
     def __post_init__(self) -> None:
         limit = self.memory_limit
         if limit != "auto" and (isinstance(limit, str) or not limit >= 0):
@@ -74,9 +79,9 @@ class FullInference:
         """Return the memory limit on a device, in bytes."""
         return (available_bytes(device) or 0) * _AUTO_SHARE if self.memory_limit == "auto" else float(self.memory_limit)
 
-    def run(self, model: nn.Module, x: Tensor, graph: CompressedGraph, **more: Any) -> Tensor:
-        """Call :func:`infer` with these settings."""
-        return infer(model, x, graph, settings=self, **more)
+    def run(self, model: nn.Module, batch: Any, embeddings: TypeEmbeddings | None = None) -> Any:
+        """Return the model's outputs for a whole graph by :func:`infer`; it is the batch's ``runner`` in evaluation."""
+        return infer(model, batch.x, batch.edge_index, **edge_arguments(model, batch), settings=self)
 
 
 class Elsewhere:
@@ -137,14 +142,6 @@ def infer(
             f"{settings.limit_on(device) / 1e9:.3g} GB), or train with norm=batch"
         )
     return _stream(layers, x, graph, edge_weight, device, settings, stop)
-
-
-def widen_features(x: Tensor, model: nn.Module) -> Tensor:
-    """Convert 16-bit features to the dtype of float32 weights, except under autocast."""
-    if x.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
-        return x
-    weights = {value.dtype for value in model.parameters() if value.is_floating_point()}
-    return x.to(torch.float32) if weights == {torch.float32} else x
 
 
 @dataclass(frozen=True)

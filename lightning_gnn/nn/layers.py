@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
@@ -53,7 +54,7 @@ def run_layers(
     model = check_layered(model)
     if len(blocks) != model.num_layers:
         raise ValueError(f"the model has {model.num_layers} layers, but there are {len(blocks)} blocks of edges")
-    x = model.input_dropout(x)
+    x = model.input_dropout(widen_features(x, model))
     for layer, block in enumerate(blocks):
         is_output = layer == model.num_layers - 1 and model.jk_mode is None
         x, is_complete = model.apply_layer(layer, x, block, fuse=between is None and not is_output)
@@ -97,3 +98,11 @@ def check_layered(model: nn.Module) -> BasicGNN:
     if model.jk_mode not in (None, "last"):
         raise ValueError(f"jk={model.jk_mode!r} combines the outputs of all layers; use jk=None or jk='last'")
     return model
+
+
+def widen_features(x: Tensor, model: nn.Module) -> Tensor:
+    """Convert 16-bit features to the dtype of float32 weights, except under autocast."""
+    if x.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
+        return x
+    weights = {value.dtype for value in model.parameters() if value.is_floating_point()}
+    return x.to(torch.float32) if weights == {torch.float32} else x

@@ -1,7 +1,6 @@
 """Base LightningModule of all tasks: a PyG model, its optimizer, and the forward pass for any batch."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,25 +10,16 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 from torchmetrics import Metric
 
-from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn.conv import unfused_layers
 from lightning_gnn.nn.conv.fused import FUSED_ON
-from lightning_gnn.nn.conv.graph import check_takes_graph, is_graph
 from lightning_gnn.nn.embeddings import TypeEmbeddings
-from lightning_gnn.nn.inference import Elsewhere, widen_features
 from lightning_gnn.nn.metrics import WeightedMean
-from lightning_gnn.nn.models import num_layers, trims_exactly
+from lightning_gnn.nn.models import num_layers
 from lightning_gnn.nn.optimizers import SplitOptimizer, densify_gradients
-from lightning_gnn.nn.sampled_edges import in_sampled_order, moved
+from lightning_gnn.nn.run_model import check_graph, run_model
+from lightning_gnn.nn.sampled_edges import moved
 from lightning_gnn.runtime.lightning import check_script, is_overridden, pl, rank_zero_info, rank_zero_warn
 from lightning_gnn.runtime.precision import convert_batches
-
-_TRAIN_FEATURES = (
-    ": add features, or train an embedding of each node, which the module owns and the graph shares (before the "
-    "DataModule is created): data.x = module.x = torch.nn.Parameter(torch.randn(data.num_nodes, 64)), where module is "
-    "the {module}, whose model takes 64 features"
-)
-_COUNTS_BY_TYPE = ("num_sampled_nodes_dict", "num_sampled_edges_dict")
 
 
 class GNNModule(pl.LightningModule):
@@ -71,103 +61,19 @@ class GNNModule(pl.LightningModule):
         self.weight_decay = weight_decay
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._forward_arguments = frozenset(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)
         self._checked: set[str] = set()
         self.val_loss, self.test_loss = WeightedMean(), WeightedMean()
 
     def forward(self, batch: Data | HeteroData) -> Any:
         """Return the model's outputs for the batch's first nodes, seeds first; by node type for a heterogeneous graph.
 
-        The batch's ``edge_weight`` and ``edge_attr`` are passed to models that take them. So are the numbers of sampled
-        nodes and edges per hop if trimming cannot change the seeds' outputs. In evaluation,
-        :func:`~lightning_gnn.nn.infer` processes a whole graph that has the attribute ``inference``. 16-bit features
-        are converted for a float32 model, except under autocast.
-
         Raises:
-            TypeError: The batch holds a compressed graph, but layers of the model need an ``edge_index`` tensor; or
-                the dtype of ``x`` differs from the weights; or the batch is not a graph.
-            ValueError: The batch has no ``x`` or no ``edge_index``.
+            TypeError, ValueError: As :func:`~lightning_gnn.nn.run_model`, which states what the model is given.
         """
-        self._check_graph(batch)
-        try:
-            return self._forward_types(batch) if isinstance(batch, HeteroData) else self._forward_nodes(batch)
-        except (RuntimeError, TypeError) as error:
-            dtypes = {store.x.dtype for store in batch.node_stores if store.get("x") is not None}
-            weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
-            unexpected = sorted(dtypes - weights, key=str)
-            if "type" not in str(error) or not unexpected or len(weights) != 1:
-                raise
-            raise TypeError(_advise_dtype(unexpected[0], *weights)) from error
-
-    def _forward_nodes(self, batch: Data) -> Tensor:
-        """Return the model's outputs for a homogeneous graph."""
-        # Check the batch, and warn if the numbers of hops and layers differ.
-        for name in ("x", "edge_index"):
-            if batch.get(name) is None:
-                fix = _TRAIN_FEATURES.format(module=type(self).__name__) if name == "x" else ""
-                raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}{fix}")
-        self._check_hops(batch)
-        self._log_unfused(batch)
-        # Pass only arguments that the model takes.
-        extra: dict[str, Any] = {}
-        for name in ("edge_weight", "edge_attr"):
-            takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
-            if takes and batch.get(name) is not None:
-                extra[name] = batch[name]
-        if every_hop := bool(batch.get("every_hop")):
-            if "every_hop" not in self._forward_arguments:
-                raise ValueError(
-                    f"with semantics='every_hop' each layer has its own edges, but {type(self.model).__name__} takes "
-                    "one edge_index: use GraphSAGE, GIN or GAT of lightning_gnn.nn, or layer_blocks(batch)"
-                )
-            if not in_sampled_order(batch, {None: batch.x.size(0)}):
-                raise ValueError("a transform changed the edges, but semantics='every_hop' needs those of each hop")
-            extra["every_hop"] = True
-        if every_hop or self._trims(batch):
-            extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
-            extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
-        # In evaluation, process a whole graph layer by layer, so that it does not have to fit on the device.
-        settings = batch.get("inference") if isinstance(batch.edge_index, CompressedGraph | Elsewhere) else None
-        if settings is not None and not self.training:
-            whole: Tensor = settings.run(self.model, batch.x, batch.edge_index, **extra)
-            return whole
-        # Reject layers that need an edge tensor, by name.
-        if is_graph(batch.edge_index):
-            check_takes_graph(self.model)
-        rows: Tensor = self.model(widen_features(batch.x, self.model), batch.edge_index, **extra)
-        return rows
-
-    def _forward_types(self, batch: HeteroData) -> Any:
-        """Return the model's outputs by node type, from features and edges by type, as in PyG."""
-        # In evaluation, process a whole graph layer by layer, so that it does not have to fit on the device.
-        if (inference := getattr(batch, "inference", None)) is not None and not self.training:
-            return inference.run_types(self.model, self.embeddings)
-        # Node types without features need trainable embeddings.
-        features = batch.collect("x", True) | (self.embeddings(batch) if self.embeddings is not None else {})
-        if featureless := [name for name in batch.node_types if name not in features]:
-            raise ValueError(
-                f"nodes of {featureless[0]!r} have no features x: add features, or trainable embeddings with "
-                f"{type(self).__name__}(…, embeddings=TypeEmbeddings(data, 64))"
-            )
-        # Pass the counts per hop only if the model takes them and trimming cannot change the seeds' outputs.
-        trims = self._forward_arguments.issuperset(_COUNTS_BY_TYPE) and in_sampled_order(
-            batch, {name: features[name].size(0) for name in batch.node_types}
-        )
-        extra = {
-            name: values
-            for name in ("edge_weight_dict", "edge_attr_dict", *(_COUNTS_BY_TYPE if trims else ()))
-            if name in self._forward_arguments and (values := batch.collect(name.removesuffix("_dict"), True))
-        }
-        self._check_hops(batch)
-        self._log_unfused(batch)
-        # Run the model, and check that it returns outputs by node type.
-        x_dict = {name: widen_features(features[name], self.model) for name in batch.node_types}
-        out = self.model(x_dict, batch.edge_index_dict, **extra)
-        if not isinstance(out, Mapping):
-            raise TypeError(
-                f"a model for heterogeneous graphs must return a dict by node type, but returns {type(out).__name__}"
-            )
-        return out
+        if isinstance(batch, Data | HeteroData):
+            self._check_hops(batch)
+            self._log_unfused(batch)
+        return run_model(self.model, batch, self.embeddings)
 
     def _check_hops(self, batch: Data | HeteroData) -> None:
         """Warn once if the number of hops of mini-batches differs from the number of layers."""
@@ -192,7 +98,7 @@ class GNNModule(pl.LightningModule):
         if "fused" in self._checked or not self.training or self._trainer is None:
             return
         self._checked.add("fused")
-        found = batch.collect("edge_index", True).values() if isinstance(batch, HeteroData) else [batch.edge_index]
+        found = [store.get("edge_index") for store in batch.edge_stores]
         devices = {edges.device.type for edges in found if isinstance(edges, Tensor)}
         if _num_hops(batch) is None or not devices:
             return
@@ -220,14 +126,6 @@ class GNNModule(pl.LightningModule):
         if not is_copy or any(is_overridden(hook_name, owner) for owner in owners):
             return call(*args)
         return moved(args[0], lambda batch: call(batch, *args[1:]))
-
-    def _trims(self, batch: Data) -> bool:
-        if not {"num_sampled_nodes_per_hop", "num_sampled_edges_per_hop"} <= self._forward_arguments:
-            return False
-        if batch.get("num_sampled_nodes") is None or batch.get("num_sampled_edges") is None:
-            return False
-        exact = trims_exactly(getattr(self.model, "_orig_mod", self.model), len(batch.num_sampled_edges))
-        return exact and in_sampled_order(batch, {None: batch.x.size(0)})
 
     def configure_optimizers(self) -> Any:
         """Return Adam or the user's optimizer, with the scheduler; includes the optimizer of sparse embeddings.
@@ -265,19 +163,11 @@ class GNNModule(pl.LightningModule):
         clipped = densify_gradients(optimizer) if gradient_clip_val else optimizer
         super().configure_gradient_clipping(clipped, gradient_clip_val, gradient_clip_algorithm)
 
-    def _check_graph(self, batch: object) -> None:
-        """Raise a TypeError if the batch is not a graph, such as a dict that a transform returned."""
-        if not isinstance(batch, Data | HeteroData):
-            raise TypeError(
-                f"{type(self).__name__} needs a batch of torch_geometric.data.Data or HeteroData, but got "
-                f"{type(batch).__name__}: let the transform return the graph, or use your own LightningModule"
-            )
-
     def _check_types(
         self, batch: Data | HeteroData, target: NodeType | EdgeType | None, names: Sequence[NodeType]
     ) -> None:
         """Raise an error unless the batch is a graph with the node types of the target, or without types and target."""
-        self._check_graph(batch)
+        check_graph(batch)
         if isinstance(batch, HeteroData) == (target is None):
             raise ValueError(
                 f"the batch has the node types {', '.join(batch.node_types)}: give {type(self).__name__}(target=…)"
@@ -305,18 +195,6 @@ class GNNModule(pl.LightningModule):
         mean.update(losses.detach(), *(() if weights is None else (weights,)))
         self.log(f"{stage}_loss", mean, on_step=False, on_epoch=True, prog_bar=stage == "val", batch_size=size)
         return loss
-
-
-def _advise_dtype(found: torch.dtype, weights: torch.dtype) -> str:
-    """Return the error message for features of another dtype than the model's weights."""
-    fixes = [f"x.to({weights})"]
-    if torch.float64 in (found, weights):
-        fixes.append("Trainer(precision='64-true')")
-    elif weights == torch.bfloat16:
-        fixes.append("Trainer(precision='bf16-true')")
-    if weights == torch.get_default_dtype() != torch.float32:
-        fixes.append("torch.set_default_dtype(torch.float32) before the model is built")
-    return f"x is {found}, but the model's weights are {weights}: use {' or '.join(fixes)}"
 
 
 def _widen(values: Tensor) -> Tensor:

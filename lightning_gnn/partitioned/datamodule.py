@@ -307,9 +307,7 @@ class _PartitionedMixin(MiniBatchDataModule):
             batch.edge_index = Elsewhere(self.partition.edges[0].count)
             if "edge_weight" in self.partition.edges[0].attributes:
                 batch.edge_weight = expanded_zeros([0], torch.float32)  # weights are read with the edges
-        batch.inference = PartitionedInference.of(
-            self.inference, remote=remote, published=self._published, wanted=wanted
-        )
+        batch.runner = PartitionedInference.of(self.inference, remote=remote, published=self._published, wanted=wanted)
         return only_batch(batch)
 
     def owners_of_seeds(self, ranks: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch_geometric.data import HeteroData
 from torch_geometric.typing import NodeType
 
 from lightning_gnn.compressed.graph import CompressedGraph
@@ -20,6 +21,7 @@ from lightning_gnn.nn.hetero.layers import TypedConv
 from lightning_gnn.nn.hetero.models import _HeteroGNN
 from lightning_gnn.nn.hetero.rows import LayerInput, TypedRows
 from lightning_gnn.nn.inference import FullInference, GraphBlock, Layer, layers_of
+from lightning_gnn.nn.run_model import edge_arguments
 from lightning_gnn.partitioned.folder import GraphPart, Partition
 from lightning_gnn.partitioned.remote import Remote, as_bytes
 from lightning_gnn.partitioned.shard import holders
@@ -100,13 +102,11 @@ class PartitionedInference(FullInference):
             raise ValueError(f"{option}, where each rank holds its nodes' outputs in memory; leave folder out")
         return cls(**{field.name: getattr(settings, field.name) for field in fields(FullInference)}, **more)
 
-    def run(self, model: nn.Module, x: object, graph: object, edge_weight: object = None, **more: object) -> Tensor:
-        """Return the wanted rows of ``model(x, graph)``, up to rounding. Collective: every rank must call this."""
-        return _HomogeneousPass(self, model, edge_weight is not None).run()[None]
-
-    def run_types(self, model: nn.Module, embeddings: TypeEmbeddings | None = None) -> dict[NodeType, Tensor]:
-        """Return the wanted rows by node type in a heterogeneous graph. Collective: every rank must call this."""
-        return _HeteroPass(self, model, embeddings).run()
+    def run(self, model: nn.Module, batch: Any, embeddings: TypeEmbeddings | None = None) -> Any:
+        """Return the wanted rows of the model's outputs, up to rounding. All ranks must call this."""
+        if isinstance(batch, HeteroData):
+            return _HeteroPass(self, model, embeddings).run()
+        return _HomogeneousPass(self, model, "edge_weight" in edge_arguments(model, batch)).run()[None]
 
 
 def check_model(model: nn.Module, partition: Partition, embeddings: TypeEmbeddings | None = None) -> None:

@@ -37,7 +37,7 @@ def test_the_graph_is_the_batch():
         assert batch.x is data.x
         assert batch.num_edges == edge_index.size(1)
         assert batch.num_nodes == 400
-        assert "inference" not in batch
+        assert "runner" not in batch
     assert torch.equal(whole.graph.to_edge_index(), edge_index)
     assert data.edge_index is edge_index  # the user's data is not changed
 
