@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_gnn import startup
+from lightning_gnn.systems import PACKAGES
 
 if level := os.environ.get("LGNN_LOG"):
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_gnn.compressed import CompressedGraph as CompressedGraph
     from lightning_gnn.datamodules import LinkDataModule as LinkDataModule
     from lightning_gnn.datamodules import NeighborDataModule as NeighborDataModule
+    from lightning_gnn.distributed import MonitoredDDPStrategy as MonitoredDDPStrategy
     from lightning_gnn.features import FeatureTable as FeatureTable
     from lightning_gnn.full_graph import AscendHybridParallelStrategy as AscendHybridParallelStrategy
     from lightning_gnn.full_graph import FullGraphDataModule as FullGraphDataModule
@@ -45,29 +47,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_NAMES = {
-    "accelerators": ["NPUAccelerator"],
-    "callbacks": [],
-    "collective": ["CollectiveDataModule", "CollectiveLinkDataModule"],
-    "compressed": ["CompressedGraph"],
-    "datamodules": ["LinkDataModule", "NeighborDataModule"],
-    "datasets": [],
-    "distributed": [],
-    "features": ["FeatureTable"],
-    "full_graph": ["AscendHybridParallelStrategy", "FullGraphDataModule"],
-    "graph": ["CSCGraph", "HeteroCSCGraph"],
-    "hyscale": ["HyScaleStrategy"],
-    "loading": [],
-    "nn": ["FullInference"],
-    "ops": ["aggregate", "edge_softmax", "gather_rows", "sample_hetero_neighbors", "sample_neighbors"],
-    "partitioned": ["PartitionedDataModule", "PartitionedLinkDataModule"],
-    "gpu_sampling": ["PersistentLinkDataModule", "PersistentNeighborSampler", "PersistentSamplerDataModule"],
-    "planning": [],
-    "pyg": ["enable_pyg_sampling"],
-    "report": [],
-    "runtime": [],
-    "sampling": ["NeighborSampler"],
-}
+_NAMES = {package.package: package.public_names for package in PACKAGES}
 """Subpackages with their public names, which are imported lazily on first access."""
 
 __all__ = sorted(name for names in _NAMES.values() for name in names)

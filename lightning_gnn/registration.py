@@ -1,47 +1,52 @@
-"""Registers the strategies ``"hyscale"``, ``"ascend_hybrid"``, ``"monitored_ddp"`` and ``accelerator="npu"``.
+"""Registers the strategies of all systems, and ``accelerator="npu"``, with Lightning.
 
-A strategy's module is imported when a Trainer first uses it.
+A strategy's module is imported when a Trainer first uses it; then the class registers itself, as Lightning's own do.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from importlib import import_module
+from importlib.metadata import EntryPoint
 
 import lightning_gnn.accelerators  # noqa: F401  registers eagerly: Lightning calls static methods of the classes
-from lightning_gnn.runtime.lightning import Strategy, StrategyRegistry
-
-_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "spawn"}
-"""Start methods by strategy suffix, as for Lightning's ``"ddp"``."""
+from lightning_gnn.runtime.lightning import PACKAGE, Strategy, StrategyRegistry, _StrategyRegistry
+from lightning_gnn.systems import STRATEGY_GROUP, SYSTEMS, describe, installed, load
 
 
 def register() -> None:
-    """Register the strategies unless they are registered already."""
+    """Register the names of all strategies, those of installed packages last, unless they are registered already."""
     if "hyscale" in StrategyRegistry:
         return
-    StrategyRegistry.register(
-        "hyscale",
-        _lazy_factory("hyscale", "HyScaleStrategy"),
-        "CPUs and accelerators of each node train one model together",
-    )
-    StrategyRegistry.register(
-        "monitored_ddp",
-        _lazy_factory("distributed.monitored_ddp", "MonitoredDDPStrategy"),
-        "Lightning's ddp with heartbeats: a rank that dies or stands still ends the run, and is named",
-    )
-    for suffix, start_method in _START_METHODS.items():
-        StrategyRegistry.register(
-            f"ascend_hybrid{suffix}",
-            _lazy_factory("full_graph", "AscendHybridParallelStrategy"),
-            f"Full graphs by tensor-data hybrid parallelism, with `start_method` '{start_method}'",
-            start_method=start_method,
-        )
+    for system in SYSTEMS:
+        for plugin in system.strategies:
+            for name in (plugin.option, *plugin.variants):
+                entry = EntryPoint(name, f"lightning_gnn.{system.package}:{plugin.name}", STRATEGY_GROUP)
+                StrategyRegistry.register(name, _lazy_factory(entry), plugin.what)
+    for entry in installed(STRATEGY_GROUP):
+        if entry.name in StrategyRegistry:
+            warnings.warn(
+                f"strategy {entry.name!r} of {describe(entry)} is left out, because the name is taken",
+                stacklevel=2,
+            )
+        else:
+            StrategyRegistry.register(entry.name, _lazy_factory(entry), describe(entry))
 
 
-def _lazy_factory(package: str, name: str) -> Callable[..., Strategy]:
+def _lazy_factory(entry: EntryPoint) -> Callable[..., Strategy]:
+    """Return a function that builds the strategy with the options that its class registers under the entry's name."""
+
     def build(**options: object) -> Strategy:
-        strategy: Strategy = getattr(import_module(f"lightning_gnn.{package}"), name)(**options)
-        return strategy
+        strategy = load(entry)
+        if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
+            raise ImportError(f"{describe(entry)} is not a subclass of {PACKAGE}'s Strategy")
+        registry = _StrategyRegistry()
+        strategy.register_strategies(registry)
+        if entry.name not in registry:
+            registry.register(entry.name, strategy)
+        registry[entry.name]["init_params"].update(options)
+        built: Strategy = registry.get(entry.name)
+        return built
 
     return build
 

@@ -143,6 +143,14 @@ def pytest_runtest_teardown(item):
 
 
 @pytest.fixture
+def fused_always(monkeypatch):
+    """Fuse layers on mini-batches of any size."""
+    from tests.nn.fusing import fuse_from
+
+    fuse_from(1, monkeypatch)
+
+
+@pytest.fixture
 def interruptible():
     """Restore SIGINT, which shells ignore in background processes and the tests that these start."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,6 @@ import torch
 from lightning_gnn import FullGraphDataModule, LinkDataModule, NeighborDataModule
 from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GIN, GraphSAGE, NodeClassifier
-from lightning_gnn.nn.conv import attention, fused
 from tests.nn.test_fused_bfloat16 import refuse_pygs_path
 from tests.refusals import refuses
 
@@ -89,9 +88,7 @@ def test_any_precision_trains_on_features_of_any_dtype(data, kind, model, dtype,
 
 @pytest.mark.medium
 @pytest.mark.parametrize("model", [GraphSAGE, GCN, GIN, GAT])
-def test_mini_batches_train_by_fused_layers_in_bf16_mixed(data, monkeypatch, model):
-    for module in (attention, fused):
-        monkeypatch.setattr(module, "UNFUSED_UP_TO", 0)
+def test_mini_batches_train_by_fused_layers_in_bf16_mixed(data, monkeypatch, fused_always, model):
     refuse_pygs_path(monkeypatch)
     _, trainer = fit(data, model, NeighborDataModule, "bf16-mixed", 2, feature_dtype="bfloat16")
     assert trainer.callback_metrics["train_loss"].isfinite()

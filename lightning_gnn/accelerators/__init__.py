@@ -4,10 +4,9 @@ from lightning_gnn.accelerators.npu import NPUAccelerator, SingleNPUStrategy, pa
 from lightning_gnn.runtime.lightning import AcceleratorRegistry, StrategyRegistry, _AcceleratorConnector
 
 if NPUAccelerator.name() not in AcceleratorRegistry:
-    AcceleratorRegistry.register(NPUAccelerator.name(), NPUAccelerator, description="Ascend NPUs, through torch_npu")
+    NPUAccelerator.register_accelerators(AcceleratorRegistry)
 if SingleNPUStrategy.strategy_name not in StrategyRegistry:
-    name = SingleNPUStrategy.strategy_name
-    StrategyRegistry.register(name, SingleNPUStrategy, description="Training on one Ascend NPU")
+    SingleNPUStrategy.register_strategies(StrategyRegistry)
 patch_connector(_AcceleratorConnector)
 
 __all__ = ["NPUAccelerator", "SingleNPUStrategy", "why_unavailable"]

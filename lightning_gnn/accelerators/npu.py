@@ -24,7 +24,9 @@ from lightning_gnn.runtime.lightning import (
     SingleDeviceStrategy,
     Strategy,
     _AcceleratorConnector,
+    _AcceleratorRegistry,
     _init_dist_connection,
+    _StrategyRegistry,
     device_parser,
     pl,
     reset_seed,
@@ -119,6 +121,12 @@ class NPUAccelerator(Accelerator):
         """Return ``"npu"``."""
         return "npu"
 
+    @classmethod
+    @override
+    def register_accelerators(cls, accelerator_registry: _AcceleratorRegistry) -> None:
+        """Register ``accelerator="npu"``."""
+        accelerator_registry.register(cls.name(), cls, description="Ascend NPUs, through torch_npu")
+
 
 class SingleNPUStrategy(SingleDeviceStrategy):
     """Trains on one NPU: ``device``, such as ``"npu:1"``, or the device of ``Trainer(devices=…)``."""
@@ -136,6 +144,12 @@ class SingleNPUStrategy(SingleDeviceStrategy):
         super().__init__("npu:0" if device is None else device, accelerator, checkpoint_io, precision_plugin)
         self._is_device_set = device is not None
         _check_device(self.root_device)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register ``strategy="single_npu"``."""
+        strategy_registry.register(cls.strategy_name, cls, description="Training on one Ascend NPU")
 
     @property
     def parallel_devices(self) -> list[torch.device]:

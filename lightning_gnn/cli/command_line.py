@@ -14,9 +14,8 @@ from functools import wraps
 from pathlib import Path
 from types import FrameType
 
-import hydra
 import torch
-from hydra import compose, initialize_config_module
+from hydra import compose
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,14 +25,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
+from lightning_gnn.cli.search_path import initialize, run_application
 from lightning_gnn.report.console import console, say
 from lightning_gnn.runtime.files import DISK_ADVICE, check_writable, disk_full_cause, disk_full_error
 from lightning_gnn.runtime.lightning import PACKAGE, MisconfigurationException, rank_zero_only
 from lightning_gnn.runtime.memory_info import free_memory, out_of_memory_cause
 from lightning_gnn.runtime.messages import shown
 from lightning_gnn.runtime.urls import is_url, without_file_scheme
+from lightning_gnn.systems import installed
 
-_CONF = "lightning_gnn.conf"
 _USER_ERRORS = (
     ValueError,
     TypeError,
@@ -53,7 +53,7 @@ class UserError(Exception):
 
 @contextmanager
 def raise_user_errors(only_ours: bool = False, memory_options: Sequence[str] = ()) -> Iterator[None]:
-    """Convert errors that a user can fix to :class:`UserError`; ``only_ours``: only those raised by this package.
+    """Convert errors that a user can fix to :class:`UserError`; ``only_ours``: only a system's or this package's.
 
     ``memory_options`` are settings that lower memory, with their effect, for an error about memory.
     """
@@ -74,7 +74,8 @@ def _is_ours(error: BaseException) -> bool:
         return True  # a file or disk error, whatever code raised it
     frames = list(traceback.walk_tb(error.__traceback__))
     module = str(frames[-1][0].f_globals.get("__name__", ""))
-    return module.startswith(("lightning_gnn", f"{PACKAGE}.callbacks"))
+    others = {entry.module.partition(".")[0] for entry in installed()}
+    return module.startswith(("lightning_gnn", f"{PACKAGE}.callbacks")) or module.partition(".")[0] in others
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -168,7 +169,7 @@ def _start(job: Callable[[DictConfig], object], config_name: str) -> None:
         if typed.overrides:  # argparse accepts overrides only next to each other
             flags = [item for item in argv[1:] if item not in typed.overrides]
             sys.argv = [argv[0], *flags, *deletions, *typed.overrides]
-        hydra.main(version_base="1.3", config_path=f"pkg://{_CONF}", config_name=config_name)(begin)()
+        run_application(begin, config_name)
     finally:
         sys.argv = argv
 
@@ -187,7 +188,7 @@ def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
     """Rebuild the saved run, and compose a single run once to report mistakes in one line."""
     is_sweep = typed.multirun or any(item.startswith("hydra.mode=") for item in typed.overrides)
     searched = [] if typed.config_dir is None else [f"hydra.searchpath=[file://{Path(typed.config_dir).absolute()}]"]
-    with raise_user_errors(), initialize_config_module(_CONF, version_base="1.3"):
+    with raise_user_errors(), initialize():
         for item in typed.overrides:
             if item.startswith(("hydra.run.dir=", "hydra.sweep.dir=", "output_dir=")) and ":/" in item:
                 raise ValueError(f"{item} must be a local path; callbacks.best.dirpath=URL keeps checkpoints at a URL")

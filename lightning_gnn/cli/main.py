@@ -72,7 +72,7 @@ def _help(command: str) -> None:
 
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         return
-    import hydra
+    from lightning_gnn.cli.search_path import run_application
 
     before, name = sys.argv, "plan" if command == "plan" else "train"
     sys.argv = [before[0], *before[1 + (name == "plan") :]]
@@ -83,7 +83,7 @@ def _help(command: str) -> None:
     try:
         # Shell completion would insert errors into the command line.
         with redirect_stderr(StringIO()) if completes else nullcontext():
-            hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name=name)(lambda cfg: None)()
+            run_application(lambda cfg: None, name)
     except SystemExit:
         if not completes:
             raise

@@ -5,3 +5,7 @@ Reading order: ``distributed/monitored_ranks.py`` (connects the ranks, and abort
 (per-step metadata), ``gradient_reducer.py``, ``metric_sync.py`` and ``buffer_sync.py`` (its parts),
 ``mixed_device_group.py`` (the collectives). Also: ``loss_weights.py``, ``notebook_launcher.py``.
 """
+
+from lightning_gnn.distributed.monitored_ddp import MonitoredDDPStrategy
+
+__all__ = ["MonitoredDDPStrategy"]

@@ -26,7 +26,7 @@ from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.devices import collective_backend
-from lightning_gnn.runtime.lightning import STEP_OUTPUT, pl, reset_seed
+from lightning_gnn.runtime.lightning import STEP_OUTPUT, _StrategyRegistry, pl, reset_seed
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
 log = logging.getLogger(__name__)
@@ -148,6 +148,13 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         self._num_steps = 0
 
     # -- processes
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register ``strategy="ascend_hybrid"``, and a name for each start method, as Lightning does for ``"ddp"``."""
+        for suffix, method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "spawn"}.items():
+            strategy_registry.register(f"{cls.strategy_name}{suffix}", cls, start_method=method)
 
     @override
     def setup_distributed(self) -> None:

@@ -33,7 +33,15 @@ from lightning_gnn.hyscale.rng_streams import RankRNG
 from lightning_gnn.hyscale.sharded_loader import ShardedDataLoader
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.devices import collective_backend
-from lightning_gnn.runtime.lightning import STEP_OUTPUT, CPUAccelerator, DDPStrategy, RunningStage, pl, rank_zero_warn
+from lightning_gnn.runtime.lightning import (
+    STEP_OUTPUT,
+    CPUAccelerator,
+    DDPStrategy,
+    RunningStage,
+    _StrategyRegistry,
+    pl,
+    rank_zero_warn,
+)
 from lightning_gnn.runtime.precision import convert_batches, input_dtype
 
 log = logging.getLogger(__name__)
@@ -162,6 +170,12 @@ class HyScaleStrategy(WeightedDDPStrategy):
         super().__init__(timeout, process_group_backend, **kwargs)
 
     # -- ranks
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register ``strategy="hyscale"``."""
+        strategy_registry.register(cls.strategy_name, cls)
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:

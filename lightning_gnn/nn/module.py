@@ -11,7 +11,7 @@ from torch_geometric.typing import EdgeType, NodeType
 from torchmetrics import Metric
 
 from lightning_gnn.nn.conv import unfused_layers
-from lightning_gnn.nn.conv.fused import FUSED_ON
+from lightning_gnn.nn.conv.backends import has_fused_layers
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.metrics import WeightedMean
 from lightning_gnn.nn.models import num_layers
@@ -94,15 +94,15 @@ class GNNModule(pl.LightningModule):
         )
 
     def _log_unfused(self, batch: Data | HeteroData) -> None:
-        """Log once which layers are not fused on mini-batches on the CPU, and why."""
+        """Log once which layers are not fused on mini-batches, and why, on devices that can."""
         if "fused" in self._checked or not self.training or self._trainer is None:
             return
         self._checked.add("fused")
         found = [store.get("edge_index") for store in batch.edge_stores]
-        devices = {edges.device.type for edges in found if isinstance(edges, Tensor)}
+        devices = {edges.device for edges in found if isinstance(edges, Tensor)}
         if _num_hops(batch) is None or not devices:
             return
-        if devices <= set(FUSED_ON) and (reasons := unfused_layers(self.model)):
+        if all(map(has_fused_layers, devices)) and (reasons := unfused_layers(self.model)):
             which = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             rank_zero_info(f"Layers that run as several PyG operators, slower than one fused operator: {which}")
 

@@ -120,9 +120,11 @@ def _describe_mismatch(what: str, other: str) -> str:
 # The names of both lists are the same; a type checker reads the first one.
 if TYPE_CHECKING or PACKAGE == "pytorch_lightning":
     import pytorch_lightning as pl
+    from lightning_fabric.accelerators.registry import _AcceleratorRegistry
     from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning_fabric.plugins.environments.lightning import find_free_network_port
     from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning_fabric.strategies.registry import _StrategyRegistry
     from lightning_fabric.utilities import device_parser
     from lightning_fabric.utilities.apply_func import move_data_to_device
     from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
@@ -167,9 +169,11 @@ if TYPE_CHECKING or PACKAGE == "pytorch_lightning":
     from pytorch_lightning.utilities.types import STEP_OUTPUT
 else:
     import lightning.pytorch as pl
+    from lightning.fabric.accelerators.registry import _AcceleratorRegistry
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.strategies.registry import _StrategyRegistry
     from lightning.fabric.utilities import device_parser
     from lightning.fabric.utilities.apply_func import move_data_to_device
     from lightning.fabric.utilities.cloud_io import _is_local_file_protocol

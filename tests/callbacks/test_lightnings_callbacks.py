@@ -14,17 +14,10 @@ from pytorch_lightning.callbacks import (
 from lightning_gnn import FullGraphDataModule, LinkDataModule, NeighborDataModule
 from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
-from lightning_gnn.nn.conv import attention, fused
 from tests.cli.command import lgnn, metrics_of
 from tests.nn.test_embeddings import make_batches, make_embedded, typed_data
 
 DECAY = 0.6
-
-
-@pytest.fixture
-def always_fused(monkeypatch):
-    for module in (fused, attention):
-        monkeypatch.setattr(module, "UNFUSED_UP_TO", 0)
 
 
 class WeightRecorder(pl.Callback):
@@ -80,7 +73,7 @@ AVERAGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", AVERAGES)
-def test_weights_are_averaged_and_evaluated(case, kind, tmp_path, always_fused):
+def test_weights_are_averaged_and_evaluated(case, kind, tmp_path, fused_always):
     module, datamodule = CASES[case]()
     seen = WeightRecorder()
     averaging = EMAWeightAveraging(decay=DECAY) if kind == "exponential" else WeightAveraging()
@@ -116,7 +109,7 @@ def test_an_average_goes_on_where_a_run_was_interrupted(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "GCN" not in case])
-def test_stochastic_weight_averaging(case, tmp_path, always_fused):
+def test_stochastic_weight_averaging(case, tmp_path, fused_always):
     module, datamodule = CASES[case]()
     seen = WeightRecorder()
     averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)

@@ -79,7 +79,7 @@ print((brought, "npu" in AcceleratorRegistry,
     brought, npu, made = eval_last_line(code, *names)
     assert {name.partition(".")[0] for name in brought} == {"lightning_gnn"}
     rooms = {name.split(".")[1] for name in brought if "." in name}
-    assert rooms == {"accelerators", "registration", "runtime", "startup"}
+    assert rooms == {"accelerators", "registration", "runtime", "startup", "systems"}
     assert npu
     assert made.pop("hyscale") == ("HyScaleStrategy", "popen")
     assert made == {

@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 import tempfile
+from functools import partial
 
 import pytorch_lightning as pl
 import torch
@@ -15,15 +16,13 @@ from torch.utils.data import RandomSampler, WeightedRandomSampler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+import lightning_gnn
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal
-from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.datamodules.link import LinkDataModule
-from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
-from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
-from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.nn import GCN
-from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule, partition_graph
+from lightning_gnn.partitioned import partition_graph
+from lightning_gnn.systems import SYSTEMS
 from tests.batching_data import small_data
 
 DATA = small_data(num_nodes=80, num_edges=400)
@@ -94,36 +93,33 @@ def build_partitions():
     return folder
 
 
-def build_link_data(kind=LinkDataModule, graph=DATA):
-    edges = DATA.edge_index
-    return kind(
-        graph,
-        input_train_edges=edges[:, :40],
-        input_val_edges=edges[:, 40:60],
-        num_neighbors=[3, 2],
-        batch_size=10,
-        neg_sampling="binary",
-        num_workers=0,
-        seed=3,
-    )
+LINKS = {
+    "input_train_edges": DATA.edge_index[:, :40],
+    "input_val_edges": DATA.edge_index[:, 40:60],
+    "neg_sampling": "binary",
+    "num_neighbors": [3, 2],
+    "batch_size": 10,
+    "num_workers": 0,
+    "seed": 3,
+}
 
 
-DATA_MODULES = {
-    "neighbor": lambda: NeighborDataModule(DATA, **SAMPLED),
-    "link": build_link_data,
-    "persistent link": lambda: build_link_data(PersistentLinkDataModule),
-    "collective": lambda: CollectiveDataModule(DATA, **SAMPLED),
-    "collective routes": lambda: CollectiveDataModule(DATA, gpu_route="cpu", **SAMPLED),
-    "persistent": lambda: PersistentSamplerDataModule(DATA, **SAMPLED),
-    "own sampler": lambda: NeighborDataModule(DATA, sampler=WeightedRandomSampler(torch.ones(30), 60), **SAMPLED),
-    "own sampler, collective": lambda: CollectiveDataModule(
-        DATA, gpu_route="cpu", sampler=RandomSampler(range(35)), **SAMPLED
-    ),
-    "partitioned": lambda: PartitionedDataModule(build_partitions().name, cache=2000, **SAMPLED),
-    "partitioned, elastic": lambda: PartitionedDataModule(build_partitions().name, elastic=True, **SAMPLED),
-    "partitioned link": lambda: build_link_data(PartitionedLinkDataModule, build_partitions().name),
-    "full": lambda: FullGraphDataModule(DATA),
-    "full, uncompressed": lambda: FullGraphDataModule(DATA, compress=False),
+def build(name, **options):
+    """Build a DataModule by the name of its class."""
+    kind = getattr(lightning_gnn, name)
+    if issubclass(kind, FullGraphDataModule):
+        return kind(DATA, **options)
+    graph = build_partitions().name if name.startswith("Partitioned") else DATA
+    return kind(graph, **{**(LINKS if issubclass(kind, LinkDataModule) else SAMPLED), **options})
+
+
+DATA_MODULES = {plugin.option: partial(build, plugin.name) for system in SYSTEMS for plugin in system.datamodules} | {
+    "collective routes": partial(build, "CollectiveDataModule", gpu_route="cpu"),
+    "own sampler": lambda: build("NeighborDataModule", sampler=WeightedRandomSampler(torch.ones(30), 60)),
+    "own sampler, collective": lambda: build("CollectiveDataModule", gpu_route="cpu", sampler=RandomSampler(range(35))),
+    "partitioned, cache": partial(build, "PartitionedDataModule", cache=2000),
+    "partitioned, elastic": partial(build, "PartitionedDataModule", elastic=True),
+    "full, uncompressed": partial(build, "FullGraphDataModule", compress=False),
 }
 
 

@@ -13,6 +13,7 @@ from torch_geometric.nn import models as pyg_models
 from lightning_gnn.nn import GAT, GATConv, GATv2Conv
 from lightning_gnn.nn.conv import attention
 from lightning_gnn.ops.attention.definition import attend
+from tests.nn.fusing import fuse_from
 from tests.ops.test_aggregate_update import batches, differentiate, hub_batch, normal
 
 PAIRS = [(GATConv, pyg.GATConv), (GATv2Conv, pyg.GATv2Conv)]
@@ -20,7 +21,7 @@ OURS = [GATConv, GATv2Conv]
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, fused_always):
     seen = []
 
     def counted(*arguments, **options):
@@ -28,7 +29,6 @@ def calls(monkeypatch):
         return attend(*arguments, **options)
 
     monkeypatch.setattr(attention, "attend", counted)
-    monkeypatch.setattr(attention, "UNFUSED_UP_TO", 0)
     return seen
 
 
@@ -68,7 +68,7 @@ def test_results_and_gradients_are_pygs(batch, pair, options, needs_x, first):
     leaf = normal(num_sources, 6).requires_grad_(needs_x)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "UNFUSED_UP_TO", 0)
+        fuse_from(1, patch)
         patch.setattr(attention, "attend", lambda *args, **kw: seen.append(1) or attend(*args, **kw))
         if first is not None:
             patch.setattr(attention, "aggregates_first", lambda *sizes: first)
@@ -106,10 +106,10 @@ def test_sources_and_targets_of_their_own(calls, monkeypatch, pair, first):
 @pytest.mark.parametrize("layer", OURS)
 def test_small_batches_take_pygs_path(calls, monkeypatch, layer):
     edges, x = torch.zeros(2, 10, dtype=torch.int64), torch.ones(3, 5)
-    monkeypatch.setattr(attention, "UNFUSED_UP_TO", 60)
+    fuse_from(61, monkeypatch)
     layer(5, 3, heads=2)(x, edges)
     assert not calls
-    monkeypatch.setattr(attention, "UNFUSED_UP_TO", 59)
+    fuse_from(60, monkeypatch)
     layer(5, 3, heads=2)(x, edges)
     assert len(calls) == 1
 

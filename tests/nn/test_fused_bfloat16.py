@@ -9,7 +9,8 @@ from torch import nn
 from torch_geometric.nn.conv import MessagePassing
 
 from lightning_gnn.nn import GAT, GCN, GIN, GATConv, GATv2Conv, GCNConv, GINConv, GraphSAGE, SAGEConv
-from lightning_gnn.nn.conv import attention, fused
+from lightning_gnn.nn.conv import fused
+from tests.nn.fusing import fuse_from
 
 LAYERS = {
     "mean": lambda: SAGEConv(12, 10),
@@ -52,11 +53,8 @@ def refuse_pygs_path(monkeypatch):
 
 
 @pytest.fixture
-def always(monkeypatch):
+def always(monkeypatch, fused_always):
     """Fuse batches of any size, and reject PyG's path."""
-    for module in (attention, fused):
-        monkeypatch.setattr(module, "UNFUSED_UP_TO", 0)
-
     refuse_pygs_path(monkeypatch)
 
 
@@ -107,7 +105,7 @@ def test_attention_under_autocast_is_nearer_float32_than_pygs(monkeypatch, layer
     edge_index, x, model = torch.randint(50, (2, 400)), torch.randn(50, 12).bfloat16(), ATTENTION[layer]()
     exact = differentiate(model, x.float(), edge_index, False)  # few edges are not fused
     unfused = differentiate(model, x, edge_index, True)
-    monkeypatch.setattr(attention, "UNFUSED_UP_TO", 0)
+    fuse_from(1, monkeypatch)
     fused = differentiate(model, x, edge_index, True)
     assert (fused[0] - unfused[0]).norm() <= TOLERANCE * unfused[0].norm()
     for a, b, want in zip(fused, unfused, exact, strict=True):
@@ -116,8 +114,7 @@ def test_attention_under_autocast_is_nearer_float32_than_pygs(monkeypatch, layer
 
 
 @pytest.mark.parametrize("kind", ["max", "projected", "GIN"])
-def test_autocast_multiplies_in_float32_and_rounds(monkeypatch, kind):
-    monkeypatch.setattr(fused, "UNFUSED_UP_TO", 0)
+def test_autocast_multiplies_in_float32_and_rounds(monkeypatch, fused_always, kind):
     layer, seen = LAYERS[kind](), []
     lin = {"max": "lin_r", "projected": "lin", "GIN": "nn"}[kind]
     getattr(layer, lin).register_forward_hook(lambda *given: seen.append(given[2].dtype))

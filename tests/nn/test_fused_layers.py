@@ -16,6 +16,7 @@ from lightning_gnn.nn.conv import fused, gcn, gin, sage
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import row_dropout
+from tests.nn.fusing import fuse_from
 from tests.nn.quiet import trainer
 from tests.nn.test_trimming import list_hop_sizes, sample
 from tests.ops.test_aggregate_update import batches, differentiate, execution, executions, hub_batch, normal
@@ -23,7 +24,7 @@ from tests.strategies import edge_indices
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, fused_always):
     """Fuse wherever possible, and record the calls."""
     seen: list = []
 
@@ -33,7 +34,6 @@ def calls(monkeypatch):
     for module, name in ((sage, "aggregate_update"), (sage, "aggregate_rows"), (gin, "aggregate_rows")):
         monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     monkeypatch.setattr(gcn, "update_by_edges", counting("update_by_edges", gcn.update_by_edges))
-    monkeypatch.setattr(fused, "UNFUSED_UP_TO", 0)
     return seen
 
 
@@ -65,7 +65,7 @@ def test_gcn_is_pygs(graph, options, weighted, chosen):
     weight = normal(edge_index.size(1), seed=4).abs() if weighted else None
     ours, theirs = GCNConv(6, 4, **options).double(), pyg.GCNConv(6, 4, **options).double()
     with pytest.MonkeyPatch.context() as patch, execution(**chosen):
-        patch.setattr(fused, "UNFUSED_UP_TO", 0)
+        fuse_from(1, patch)
         assert_same(ours, theirs, lambda layer: layer(x, edge_index, weight), [x])
 
 
@@ -90,7 +90,7 @@ def test_sage_is_pygs(batch, options, chosen):
     x = normal(num_sources, 6).requires_grad_()
     ours, theirs = SAGEConv(6, 4, **options).double(), pyg.SAGEConv(6, 4, **options).double()
     with pytest.MonkeyPatch.context() as patch, execution(**chosen):
-        patch.setattr(fused, "UNFUSED_UP_TO", 0)
+        fuse_from(1, patch)
         assert_same(ours, theirs, lambda layer: layer((x, x[:num_targets]), edge_index), [x])
 
 
@@ -101,7 +101,7 @@ def test_gin_is_pygs(batch, options, chosen):
     x = normal(num_sources, 6).requires_grad_()
     ours, theirs = GINConv(make_mlp(), **options).double(), pyg.GINConv(make_mlp(), **options).double()
     with pytest.MonkeyPatch.context() as patch, execution(**chosen):
-        patch.setattr(fused, "UNFUSED_UP_TO", 0)
+        fuse_from(1, patch)
         assert_same(ours, theirs, lambda layer: layer((x, x[:num_targets]), edge_index), [x])
 
 
@@ -223,7 +223,7 @@ def test_a_fused_model_is_the_same_with_the_same_dropout(cls, options, fanouts, 
     weight = normal(batch.num_edges).abs() if cls is GCN else None
     results = []
     for limit, trims in ((1 << 40, True), (0, True), (0, False)):
-        monkeypatch.setattr(fused, "UNFUSED_UP_TO", limit)
+        fuse_from(limit, monkeypatch)
         model.train(trims)
         for _ in range(2):  # the second call draws other masks
             torch.manual_seed(0)

@@ -3,13 +3,13 @@ import torch
 from torch_geometric.nn import conv as pyg
 
 from lightning_gnn.nn import SAGEConv
-from lightning_gnn.nn.conv import fused, sage
+from lightning_gnn.nn.conv import sage
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from tests.ops.test_aggregate_update import differentiate, hub_batch, normal
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, fused_always):
     seen = []
 
     def counted(*arguments, **options):
@@ -17,7 +17,6 @@ def calls(monkeypatch):
         return aggregate_update(*arguments, **options)
 
     monkeypatch.setattr(sage, "aggregate_update", counted)
-    monkeypatch.setattr(fused, "UNFUSED_UP_TO", 0)
     return seen
 
 

@@ -16,11 +16,14 @@ from typing import Literal
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from lightning_gnn.accelerators import NPUAccelerator
 from lightning_gnn.ascend_ops import binding
 from lightning_gnn.cli.commands import kernel_check
 from lightning_gnn.cli.versions import version_of
+from lightning_gnn.systems import SYSTEMS, System, describe, installed, load_system
 
 State = Literal["present", "missing", "broken"]
 _MARKS = {"present": ("yes", "green"), "missing": ("no", "yellow"), "broken": ("broken", "red")}
@@ -104,25 +107,65 @@ def _print(findings: Sequence[Finding]) -> None:
         mark, style = _MARKS[finding.state]
         table.add_row(finding.name, f"[{style}]{mark}[/]", finding.detail, finding.needed_for)
     console.print(table)
+    console.print(_systems())
     console.print(_layers())
     for finding in findings:
         if finding.advice:
             console.print(f"{finding.name}: {finding.advice}", highlight=False, markup=False)
 
 
+def _systems() -> Table:
+    """Return a table of the systems, also installed ones, with the devices that they run on and those present here."""
+    table = Table("system", "package", "runs on", "on this machine", "see")
+    for system in SYSTEMS:
+        _add_system(table, system, f"lightning_gnn.{system.package}", f"docs/{system.page}")
+    for entry in installed():
+        try:
+            system = load_system(entry)
+        except ImportError as error:
+            table.add_row(
+                entry.name, describe(entry), "", f"[red]broken[/]: {escape(str(error.__cause__ or error))}", ""
+            )
+        else:
+            _add_system(table, system, describe(entry), system.page)
+    return table
+
+
+def _add_system(table: Table, system: System, package: str, page: str) -> None:
+    present = [device for device in system.devices if _is_available(device)]
+    here = ", ".join(present) if present else f"[yellow]no[/]: needs {' or '.join(system.devices)}"
+    table.add_row(system.title, package, ", ".join(system.devices), here, page)
+
+
+def _is_available(device: str) -> bool:
+    """Return whether torch finds a device of a type."""
+    if device == "npu":
+        return NPUAccelerator.is_available()
+    try:
+        return bool(torch.get_device_module(device).is_available())
+    except RuntimeError:  # a type that torch does not have
+        return False
+
+
 def _layers() -> Table:
     """Return a table of the layers that run as one fused operator on mini-batches."""
-    from lightning_gnn.nn.conv.fused import FUSED_ON
+    from lightning_gnn.nn.conv.backends import IMPLS
+    from lightning_gnn.nn.conv.fused import FusedSpec
     from lightning_gnn.nn.conv.table import OURS
     from lightning_gnn.nn.hetero.attention import TransformerConv
     from lightning_gnn.nn.hetero.layers import RelationalConv
 
-    table = Table("layer or model of lightning_gnn.nn", f"in one operator on mini-batches on: {', '.join(FUSED_ON)}")
+    table = Table("layer or model of lightning_gnn.nn", "in one operator on mini-batches", "by, on")
+
+    def add(name: str, fused: FusedSpec) -> None:
+        backends = (f"{impl.name}, {' or '.join(impl.devices)}" for impl in IMPLS[fused.operator])
+        table.add_row(name, fused.what, "; ".join(backends))
+
     for layer in OURS:
-        table.add_row(layer.__name__, layer.fused.what)
-    table.add_row("HeteroGraphSAGE, RGCN", RelationalConv.fused.what)
-    table.add_row("RGAT, HGT", TransformerConv.fused.what)
-    table.add_row("all others", "nothing: PyG's own operators run")
+        add(layer.__name__, layer.fused)
+    add("HeteroGraphSAGE, RGCN", RelationalConv.fused)
+    add("RGAT, HGT", TransformerConv.fused)
+    table.add_row("all others", "nothing: PyG's own operators run", "")
     return table
 
 

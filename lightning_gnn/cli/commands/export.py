@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_module
+from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -17,6 +17,7 @@ from torch_geometric.data import HeteroData
 from lightning_gnn.cli.assemble import build_data, build_task, check_config
 from lightning_gnn.cli.command_line import UserError, absolute, raise_user_errors
 from lightning_gnn.cli.saved_run import rebuild
+from lightning_gnn.cli.search_path import initialize
 from lightning_gnn.nn.export import check_onnx, export_onnx, export_program
 from lightning_gnn.report.console import be_quiet, say
 from lightning_gnn.runtime.files import check_writable, write_whole
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Compose the configuration saved with the checkpoint, in an output folder that is removed afterwards.
     try:
         with (
-            initialize_config_module("lightning_gnn.conf", version_base="1.3"),
+            initialize(),
             tempfile.TemporaryDirectory() as folder,
             raise_user_errors(),
         ):

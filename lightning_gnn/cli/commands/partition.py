@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from hydra import compose, initialize_config_module
+from hydra import compose
 from omegaconf import MISSING, DictConfig
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
@@ -12,6 +12,7 @@ from torch_geometric.typing import EdgeType
 
 from lightning_gnn.cli.assemble import build_data, link_type, split_in_time
 from lightning_gnn.cli.command_line import UserError, raise_user_errors
+from lightning_gnn.cli.search_path import initialize
 from lightning_gnn.cli.settings import gigabytes_in, parse_settings, print_with_time, read_settings
 from lightning_gnn.cli.splits import split_links
 from lightning_gnn.partitioned.folder import check_new_folder
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             of_run = [item for item in settings if item.lstrip("+").partition("=")[0].split(".")[0] in ("data", "task")]
             chosen = parse_settings(_Settings, [item for item in settings if item not in of_run], "lgnn partition")
             check_new_folder(chosen.out, "out")
-            with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
+            with initialize():
                 cfg = compose("train", overrides=of_run)
             data, links, edge_type = build_data(cfg), None, None
             if cfg.task.name == "link":

@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
-from hydra import compose, initialize_config_module
+from hydra import compose
 from hydra.errors import HydraException
 from rich.console import Console
 
 from lightning_gnn.cli.command_line import UserError, raise_user_errors
 from lightning_gnn.cli.commands.train import run
+from lightning_gnn.cli.search_path import initialize
 from lightning_gnn.ops.library import triton_obstacle
 from lightning_gnn.report.console import say
 from lightning_gnn.runtime.kernels import kernel_folder, num_compiled
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_silently(overrides: Sequence[str]) -> None:
     """Run in a temporary folder without output."""
-    with tempfile.TemporaryDirectory() as folder, initialize_config_module("lightning_gnn.conf", version_base="1.3"):
+    with tempfile.TemporaryDirectory() as folder, initialize():
         cfg = compose("train", overrides=[*_SHORT, *overrides, f"output_dir={folder}"])
         with redirect_stdout(io.StringIO()):
             run(cfg)
@@ -86,7 +87,7 @@ def _compile_for(capability: int, overrides: Sequence[str]) -> int:
         with raise_user_errors():
             if (obstacle := triton_obstacle()) is not None:
                 raise ValueError(f"--arch needs Triton, but {obstacle}")
-            with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
+            with initialize():
                 options = compose("train", overrides=["datamodule=persistent", *overrides]).datamodule
             if "num_neighbors" not in options:
                 raise ValueError("no fanouts: --arch is for the DataModules persistent and persistent_link")

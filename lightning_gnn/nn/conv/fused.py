@@ -10,17 +10,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
+from lightning_gnn.nn.conv.backends import accepted_dtypes, choose
 from lightning_gnn.nn.conv.graph import REDUCE
 from lightning_gnn.nn.dropout import Dropout
-from lightning_gnn.ops.aggregate.backends import backend_name, runs_on_chip
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import draw_key, draws_by_key
 
-FUSED_ON = ("cpu",)  # devices on which the fused operators are measured to be faster than PyG's path
-UNFUSED_UP_TO = 1 << 19  # maximum edges times columns for which PyG's path is faster even on these devices
-_FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter)  # exact types, without subclasses
-AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)  # dtypes supported under autocast to bfloat16
 _STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
 _MESSAGE_HOOKS = tuple(
     f"_{step}_forward{when}_hooks"
@@ -38,12 +34,12 @@ class FusedSpec:
     what: str  # description of the fused operations
     reduces: tuple[str, ...]
     products: Callable[[MessagePassing], dict[str, Linear]]  # fused linear layers, by name
+    operator: str  # a key of IMPLS
     node_dim: int = -2  # the node_dim of PyG's class
-    on_chip: tuple[str, ...] = ()  # reductions supported by the Ascend C kernels
 
 
 def find_obstacle(layer: MessagePassing) -> str | None:
-    """Return why a layer cannot run fused on the CPU for any input, as a clause, or None if it can."""
+    """Return why a layer cannot run fused for any input, as a clause, or None if it can."""
     fused: FusedSpec | None = getattr(layer, "fused", None)
     name = type(layer).__name__
     if fused is None:
@@ -77,26 +73,16 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
 
 
-def can_run(tensors: Sequence[Any], on_chip: bool = False) -> bool:
-    """Return whether fused operators support the tensors and torch's mode; ``on_chip``: as Ascend C kernels."""
+def can_run(operator: str, tensors: Sequence[Any]) -> bool:
+    """Return whether an operator supports the tensors, features first, and torch's mode; shapes are not checked."""
     # Exact types only: tensor subclasses (PyG's EdgeIndex, functorch wrappers) define their own behavior.
     if any(type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided for tensor in tensors):
         return False
-    device = tensors[0].device.type
-    if (device not in FUSED_ON and not on_chip) or _has_any_global_hook():  # type: ignore[no-untyped-call]
-        return False
-    supported = (torch.bfloat16, torch.float16) if on_chip else (torch.bfloat16,)
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) not in supported:
+    if choose(operator, tensors[0]) is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-
-
-def _has_kernels(layer: MessagePassing, device: torch.device) -> bool:
-    """Return whether the Ascend C kernels, on an NPU or in simulation, compute a layer."""
-    reduce = REDUCE.get(layer.aggr) if isinstance(layer.aggr, str) else None
-    return reduce in layer.fused.on_chip and runs_on_chip(device, backend_name(None))
 
 
 def can_fuse(
@@ -105,25 +91,21 @@ def can_fuse(
     """Return whether fused operators give PyG's results, also to hooks and transforms, and are faster."""
     tensors = [source, target, edge_index, *(() if edge_weight is None else (edge_weight,))]
     # can_run rejects inputs that are not tensors.
-    on_chip = isinstance(source, Tensor) and _has_kernels(layer, source.device)
-    if not can_run(tensors, on_chip) or find_obstacle(layer) is not None:
+    if not can_run(layer.fused.operator, tensors) or find_obstacle(layer) is not None:
         return False
-    device, dtype = source.device, source.dtype
-    autocast = torch.is_autocast_enabled(device.type)
-    dtypes = (torch.float32, torch.get_autocast_dtype(device.type)) if autocast else (dtype,)
-    supported = (*_FUSED_DTYPES, torch.float16) if on_chip else _FUSED_DTYPES
     # PyG's path raises the errors for wrong shapes and dtypes.
     if edge_weight is not None and (edge_weight.requires_grad or list(edge_weight.shape) != [edge_index.size(-1)]):
         return False
     weights = [lin.weight for lin in layer.fused.products(layer).values()]
-    if any(nn.parameter.is_lazy(weight) for weight in weights) or dtype not in (dtypes if autocast else supported):
+    if any(nn.parameter.is_lazy(weight) for weight in weights):
         return False
+    device, dtypes = source.device, accepted_dtypes(source)
     floating = [tensor for tensor in (target, edge_weight, *weights) if tensor is not None]
     fits = all(tensor.dtype in dtypes and tensor.device == device for tensor in floating)
     fits = fits and source.dim() == 2 and target.dim() == 2 and (not weights or source.size(1) == weights[0].size(1))
     fits = fits and edge_index.device == device and edge_index.dtype == torch.int64
     fits = fits and edge_index.dim() == 2 and edge_index.size(0) == 2 and edge_index.numel() > 0
-    return fits and (on_chip or edge_index.size(1) * source.size(1) > UNFUSED_UP_TO)
+    return fits and choose(layer.fused.operator, source, edge_index.size(1) * source.size(1)) is not None
 
 
 def multiply(module: nn.Module, x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         "scores, softmax, sums and product",
         ("sum",),
         lambda gat: {"lin": gat.lin} if gat.lin is not None else {"lin_src": gat.lin_src, "lin_dst": gat.lin_dst},
+        "attention",
         node_dim=0,
     )
 

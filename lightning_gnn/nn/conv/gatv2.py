@@ -23,6 +23,7 @@ class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
         "scores, softmax and sums",
         ("sum",),
         lambda gat: {"lin_l": gat.lin_l, "lin_r": gat.lin_r},
+        "attention",
         node_dim=0,
     )
 

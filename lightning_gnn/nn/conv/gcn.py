@@ -37,7 +37,7 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         "normalization, once for all layers of a mini-batch; aggregation and product, with ReLU and dropout in a model",
         ("sum",),
         lambda layer: {"lin": layer.lin},
-        on_chip=("sum",),
+        "aggregate",
     )
     _cached_weight: tuple[CompressedGraph, Tensor] | None = None
 

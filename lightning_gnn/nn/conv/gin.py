@@ -24,7 +24,7 @@ class GINConv(pyg.GINConv):  # type: ignore[misc]
 
     takes_graph = True
     propagate_type = {"x": OptPairTensor}  # noqa: RUF012
-    fused = FusedSpec(pyg.GINConv, "aggregation (sum, mean, max)", REDUCES, lambda layer: {}, on_chip=REDUCES)
+    fused = FusedSpec(pyg.GINConv, "aggregation (sum, mean, max)", REDUCES, lambda layer: {}, "aggregate")
 
     def forward(
         self, x: Tensor | OptPairTensor, edge_index: Tensor | CompressedGraph, size: tuple[int, int] | None = None

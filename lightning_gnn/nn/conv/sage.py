@@ -34,7 +34,7 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
         "aggregation (sum, mean) and both products, with ReLU and dropout in a model; aggregation (max)",
         ("sum", "mean", "max"),
         lambda sage: {"lin_l": sage.lin_l, **({"lin_r": sage.lin_r} if sage.root_weight else {})},
-        on_chip=("sum", "mean", "max"),
+        "aggregate",
     )
 
     def forward(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch_geometric.nn import HGTConv
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.nn.conv.attention import FUSED_DTYPES, costs, fold_weight
-from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, FusedSpec, can_run, find_obstacle, has_hooks
+from lightning_gnn.nn.conv.attention import costs, fold_weight
+from lightning_gnn.nn.conv.fused import FusedSpec, can_run, find_obstacle, has_hooks
 from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.hetero.rows import LayerInput, TypedRows
 from lightning_gnn.nn.type_modules import type_key
@@ -139,7 +139,14 @@ def _list_lins(layer: Any) -> dict[str, Any]:
 class TransformerConv(HGTConv):  # type: ignore[misc]
     """PyG's ``HGTConv`` (arXiv:2003.01332) on the rows of all types, fused on the CPU."""
 
-    fused = FusedSpec(HGTConv, "scores, softmax, sums and products of all relations", ("sum",), _list_lins, node_dim=0)
+    fused = FusedSpec(
+        HGTConv,
+        "scores, softmax, sums and products of all relations",
+        ("sum",),
+        _list_lins,
+        "relation_attention",
+        node_dim=0,
+    )
 
     def __init__(
         self,
@@ -164,7 +171,8 @@ class TransformerConv(HGTConv):  # type: ignore[misc]
         return TypedRows([torch.cat([out[name][:count] for name, count in block.targets.items()])], [targets])
 
     def _can_fuse(self, rows: TypedRows, block: LayerInput) -> bool:
-        if len(rows.tables) > 1 or not can_run([*rows.tables, *block.edges.values()]) or find_obstacle(self):
+        tensors = [*rows.tables, *block.edges.values()]
+        if len(rows.tables) > 1 or not can_run(self.fused.operator, tensors) or find_obstacle(self):
             return False
         if any(has_hooks(module) for module in (self.kqv_lin, self.out_lin, self.k_rel, self.v_rel, self.p_rel)):
             return False
@@ -172,11 +180,10 @@ class TransformerConv(HGTConv):  # type: ignore[misc]
         weights += [self.k_rel.weight, self.v_rel.weight, *self.p_rel.values()]
         if any(nn.parameter.is_lazy(weight) for weight in weights):
             return False
-        autocast, table = torch.is_autocast_enabled(rows.tables[0].device.type), rows.tables[0]
-        computed_in = torch.float32 if autocast else table.dtype
-        fits = computed_in in FUSED_DTYPES and table.dtype in (AUTOCAST_DTYPES if autocast else (table.dtype,))
+        table = rows.tables[0]
+        computed_in = torch.float32 if torch.is_autocast_enabled(table.device.type) else table.dtype
         # PyG's path raises the errors for wrong shapes.
-        fits = fits and all(weight.dtype == computed_in for weight in weights)
+        fits = all(weight.dtype == computed_in for weight in weights)
         return fits and all(self.kqv_lin.lins[name].weight.size(1) == table.size(1) for name in rows.counts[0])
 
     def _attend(self, rows: TypedRows, block: LayerInput) -> list[Tensor]:

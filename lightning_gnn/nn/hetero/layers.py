@@ -10,8 +10,8 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.nn.conv.attention import FUSED_DTYPES
-from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, FusedSpec, can_run, find_obstacle, has_hooks
+from lightning_gnn.nn.conv.backends import accepted_dtypes
+from lightning_gnn.nn.conv.fused import FusedSpec, can_run, find_obstacle, has_hooks
 from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.conv.sage import SAGEConv
 from lightning_gnn.nn.hetero.attention import aggregates_first, attend_types
@@ -73,7 +73,8 @@ class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
         "aggregation (sum, mean) and products of all relations, with ReLU and dropout",
         ("sum", "mean"),
         lambda layer: {},
-        0,
+        "relations",
+        node_dim=0,
     )
 
     def __init__(self, in_channels: int, out_channels: int, edge_types: list[EdgeType], **kwargs: Any) -> None:
@@ -118,9 +119,11 @@ class TypedConv(HeteroConv):  # type: ignore[misc]
 
     def _can_fuse(self, rows: TypedRows, block: LayerInput) -> bool:
         convs = [self.convs[kind] for kind in block.edges]
-        if not can_run([*rows.tables, *block.edges.values()]) or has_hooks(self):
+        attends = any(type(conv) is GATConv for conv in convs)
+        operator = "relation_attention" if attends else "relations"
+        if not can_run(operator, [*rows.tables, *block.edges.values()]) or has_hooks(self):
             return False
-        kind, attends = type(convs[0]), type(convs[0]) is GATConv
+        kind = type(convs[0])
         if kind not in _SHARED_ATTRS or not all(type(conv) is kind and find_obstacle(conv) is None for conv in convs):
             return False
         if any(has_hooks(conv) or not _is_plain(conv) for conv in convs):
@@ -132,13 +135,11 @@ class TypedConv(HeteroConv):  # type: ignore[misc]
         weights = [lin.weight for lin in (*(lin for lins in products for lin in lins), *residuals)]
         if any(nn.parameter.is_lazy(weight) for weight in weights):
             return False
-        dtype, autocast = rows.tables[0].dtype, torch.is_autocast_enabled("cpu")
-        dtypes: tuple[torch.dtype, ...] = AUTOCAST_DTYPES if autocast else (dtype,)
+        dtypes = accepted_dtypes(rows.tables[0])
         if any(table.dtype not in dtypes for table in rows.tables):
             return False
-        if attends:
-            dtypes = (torch.float32,) if autocast else tuple({dtype} & {*FUSED_DTYPES})
-        if any(weight.dtype not in dtypes for weight in weights):
+        # Attention computes in the first of them.
+        if any(weight.dtype not in (dtypes[:1] if attends else dtypes) for weight in weights):
             return False
         width = {name: table.size(1) for table, names in zip(rows.tables, rows.counts, strict=True) for name in names}
         # PyG's path raises the errors for wrong shapes.
