@@ -296,7 +296,7 @@ def full_graph() -> str:
     return picture(640, 180, "Rows become feature slices for the aggregation, and rows again", parts)
 
 
-def rooms() -> str:
+def packages() -> str:
     """Return the packages and who stands on whom."""
     parts = []
     for number, (name, what) in enumerate((
@@ -317,12 +317,12 @@ def rooms() -> str:
     parts += [box(490, 170, 130, 40, "full_graph\nNeutronAscend", "ours"), arrow((440, 104), (490, 180))]
     parts += [box(490, 118, 130, 40, "partitioned\nseveral machines", "ours"), arrow((440, 90), (490, 134))]
     parts += [label(555, 246, "on top: pyg, planning,"), label(555, 262, "callbacks, report, cli")]
-    return picture(640, 385, "The rooms of the package; each imports those below it", parts)
+    return picture(640, 385, "The packages; each imports those below it", parts)
 
 
 PICTURES = {
     "suite": suite, "which-module": which_module, "sampling": sampling, "pgsampler": pgsampler, "morphgl": morphgl,
-    "hyscale": hyscale, "full-graph": full_graph, "rooms": rooms,
+    "hyscale": hyscale, "full-graph": full_graph, "packages": packages,
 }  # fmt: skip
 
 

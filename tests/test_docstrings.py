@@ -12,7 +12,7 @@ import pytest
 import lightning_gnn
 
 ROOT = Path(__file__).parent.parent
-SOURCES = [path for room in ("lightning_gnn", "triton_kernels", "ascend_ops") for path in (ROOT / room).rglob("*.py")]
+SOURCES = [path for name in ("lightning_gnn", "triton_kernels", "ascend_ops") for path in (ROOT / name).rglob("*.py")]
 IN_MESSAGES = re.compile(r" is no |\b(?:is|are) none\b")
 """``X is none`` reads as None; instead of ``X is no file``, messages say ``X is not a file``."""
 ANYWHERE = re.compile(r"\b(?:told|whoever|nobody|somebody|anew|alike|who calls)\b", re.IGNORECASE)

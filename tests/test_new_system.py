@@ -34,6 +34,7 @@ def test_the_command_trains_with_it(system):
     program = [str(Path(sys.executable).with_name("lgnn")), *command.split()[1:], *small]
     done = subprocess.run(program, cwd=system, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "· 4 walks of 2 steps, batch 64 ·" in done.stdout
     assert (system / "out" / "metrics.json").exists()
 
 

@@ -41,8 +41,8 @@ def read(loader, seed=0):
     return list(loader)
 
 
-OF_OUR_OWN = {"sampler", "layer_dependency", "time_window", "eval_loader_kwargs", "seed", "batch_size"}
-KINDS = [case for case, (_, options) in NODE_CASES.items() if "sampler" not in options and case != "both ways"]
+OF_OUR_OWN = {"sampling", "layer_dependency", "time_window", "eval_loader_kwargs", "seed", "batch_size"}
+KINDS = [case for case, (_, options) in NODE_CASES.items() if "sampling" not in options and case != "both ways"]
 LINKS = {
     "directional": {}, "disjoint": {"disjoint": True}, "bidirectional": {"subgraph_type": "bidirectional"},
     "induced": {"subgraph_type": "induced"}, "times": {"time_attr": "node_time"}, "weights": {"weight_attr": "weight"},

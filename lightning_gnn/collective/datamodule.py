@@ -114,7 +114,7 @@ class _CollectiveMixin(PlacedOnGPU):
             self._check_any_order()
         plan = self._initial_plan(workers, route is not None)
         cores = cores_of_process(self.trainer)
-        on_disk = self._from_disk(stage)
+        on_disk = self.disk_options(stage)
         batching = CollectiveBatching(
             route=None if route is None else route.pipeline,
             device=training_device,

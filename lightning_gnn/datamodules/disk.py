@@ -38,12 +38,13 @@ class DiskFeatureConfig:
         store: Store = None,
     ) -> None:
         self.memory = memory_bytes(memory, "memory")
+        self.lookahead: int | tuple[int, int]  # this argument of loaders
         if lookahead is None:
-            self.window: tuple[int, int | None] = MOST_READS - 1, self.memory // _WINDOW_DIVISOR
+            self.lookahead = MOST_READS - 1, self.memory // _WINDOW_DIVISOR
         elif isinstance(lookahead, str):
-            self.window = MOST_READS - 1, memory_bytes(lookahead, "lookahead")
+            self.lookahead = MOST_READS - 1, memory_bytes(lookahead, "lookahead")
         else:
-            self.window = min(whole_number(lookahead, "lookahead", 0), MOST_READS - 1), None
+            self.lookahead = min(whole_number(lookahead, "lookahead", 0), MOST_READS - 1)
         self.files = _find_feature_files(data, store)
         self._tables: dict[AttributeName, DiskFeatures] | None = None
         self._memory_split = 0, 0
@@ -60,20 +61,14 @@ class DiskFeatureConfig:
                 store.x = expect_scattered_reads(load_array(file.path))
         return data
 
-    @property
-    def lookahead(self) -> int | tuple[int, int]:
-        """The ``lookahead`` argument of loaders."""
-        most, size = self.window
-        return most if size is None else (most, size)
-
     def tables(self, loader: Callable[[], PipelineLoader]) -> dict[AttributeName, DiskFeatures]:
         """Return the tables, created once; they divide the memory in proportion to their sizes on disk."""
         if self._tables is None:
             sample_loader = loader()
             rows, waiting = _measure_batch(sample_loader, self.files)
             ready = max(sample_loader.num_ahead, 1) + 2
-            most, size = self.window
-            window = min(most * waiting, self.memory) if size is None else size
+            ahead = self.lookahead
+            window = ahead[1] if isinstance(ahead, tuple) else min(ahead * waiting, self.memory)
             batches = int(
                 _BATCH_SIZE_MARGIN * ready * sum(rows[name] * file.row_bytes for name, file in self.files.items())
             )

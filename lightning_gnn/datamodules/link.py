@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import BaseSampler, NegativeSampling
 from torch_geometric.typing import EdgeType
 from typing_extensions import Unpack, override
 
-from lightning_gnn.datamodules.base import Loader, MiniBatchDataModule
+from lightning_gnn.datamodules.base import MiniBatchDataModule, seed_times
+from lightning_gnn.datamodules.full_batch import FullBatch
 from lightning_gnn.datamodules.options import DataModuleOptions
 from lightning_gnn.graph.checks import check_edge_labels, check_edges
 from lightning_gnn.graph.csc import CSCGraph
@@ -114,8 +116,7 @@ class LinkDataModule(MiniBatchDataModule):
         **options: Unpack[DataModuleOptions],
     ) -> None:
         keywords = {"num_workers": num_workers, **options}
-        super().__init__(seed, batch_size, num_neighbors, inference, eval_loader_kwargs, keywords)
-        self._set_graph(data, link_sampler)
+        super().__init__(data, link_sampler, seed, batch_size, num_neighbors, inference, eval_loader_kwargs, keywords)
         if input_train_edges is None:
             if isinstance(data, HeteroData):
                 raise ValueError("input_train_edges is missing: a heterogeneous graph requires (edge_type, edges)")
@@ -135,9 +136,9 @@ class LinkDataModule(MiniBatchDataModule):
         for (stage, (edges, labels)), time in zip(given.items(), times, strict=True):
             self._types[stage], edges, ends[stage] = _resolve_edges(data, edges, stage)
             self._sizes[self._types[stage]] = ends[stage]
-            self._edges[stage] = valid, _ = _as_edges(edges, labels, ends[stage], stage)
+            self._edges[stage] = valid, _ = as_edges(edges, labels, ends[stage], stage)
             count = None if valid is None else valid.size(1)
-            self._times[stage] = None if time is None else self._validate_times(stage, time, count, "edges")
+            self._times[stage] = None if time is None else seed_times(self.graph_sampler, stage, time, count, "edges")
         for stage in ("val", "test"):
             if self._edges[stage][0] is None:
                 setattr(self, f"{stage}_dataloader", None)
@@ -181,35 +182,34 @@ class LinkDataModule(MiniBatchDataModule):
         """Return graph, features and labeled edges, by name."""
         return {**super().large_arrays(), **{f"{stage} edges": edges for stage, edges in self._edges.items()}}
 
-    def predict_dataloader(self) -> Loader:
-        """Return mini-batches for prediction, in order, or the whole graph."""
-        if self._edges["predict"][0] is None:
-            raise ValueError("prediction requires input_pred_edges")
-        return super().predict_dataloader()
+    @override
+    def num_seeds(self, stage: str) -> int:
+        return self.seed_edges(stage)[0].size(1)
 
-    def _count(self, stage: str) -> int:
-        edges, _ = self._edges[stage]
-        return 0 if edges is None else edges.size(1)
+    def seed_edges(self, stage: str) -> tuple[Tensor, Tensor | None]:
+        """Return the edges and labels of a stage; raise a ValueError if it has none."""
+        edges, labels = self._edges[stage]
+        if edges is None:
+            raise ValueError(f"the {stage} stage requires input_{stage.removesuffix('ict')}_edges")
+        return edges, labels
 
     @override
-    def make_loader(self, stage: str) -> Loader:
-        edges, labels = self._edges[stage]
-        assert edges is not None
-        if stage != "train" and self.inference is not None:
-            if labels is None and stage != "predict":
-                raise ValueError(
-                    f"inference='full' does not sample negative edges; use input_{stage}_edges with positives and "
-                    f"negatives, and input_{stage}_labels"
-                )
-            self.check_count(stage, edges.size(1))
-            seeds = {"edge_label_index": edges, **({} if labels is None else {"edge_label": labels})}
-            return self.full_loader(stage, self._types[stage], **seeds)
-        return self.sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
+    def full_loader(self, stage: str) -> DataLoader[FullBatch]:
+        return self.evaluation.loader(stage, self._types[stage], **self.labeled_edges(stage))
+
+    def labeled_edges(self, stage: str) -> dict[str, Tensor]:
+        """Return ``edge_label_index`` and, if given, ``edge_label`` of a stage that is evaluated exactly."""
+        edges, labels = self.seed_edges(stage)
+        if labels is None and stage != "predict":
+            raise ValueError(
+                f"inference='full' does not sample negative edges; use input_{stage}_edges with positives and "
+                f"negatives, and input_{stage}_labels"
+            )
+        return {"edge_label_index": edges, **({} if labels is None else {"edge_label": labels})}
 
     @override
     def sampled_loader(self, stage: str, data: Batch, sampler: BaseSampler, **options: Any) -> LinkLoader:
-        edges, labels = self._edges[stage]
-        assert edges is not None
+        edges, labels = self.seed_edges(stage)
         neg_sampling = self.neg_sampling if stage == "train" else self.eval_neg_sampling
         if stage == "predict" or (stage != "train" and labels is not None):
             neg_sampling = None
@@ -263,7 +263,7 @@ def _resolve_edges(data: Data | HeteroData, given: Any, stage: str) -> tuple[Edg
     return edge_type, edges, (data[edge_type[0]].num_nodes, data[edge_type[2]].num_nodes)
 
 
-def _as_edges(edges: object, labels: object, sizes: tuple[int, int], stage: str) -> tuple[Tensor | None, Tensor | None]:
+def as_edges(edges: object, labels: object, sizes: tuple[int, int], stage: str) -> tuple[Tensor | None, Tensor | None]:
     """Return the edges and labels of a stage as tensors."""
     name = f"input_{'pred' if stage == 'predict' else stage}"
     if edges is None:

@@ -13,7 +13,7 @@ from torch_geometric.sampler import BaseSampler
 from torch_geometric.typing import InputNodes, NodeType
 from typing_extensions import Unpack, override
 
-from lightning_gnn.datamodules.base import LOADER_IDS, Loader, MiniBatchDataModule
+from lightning_gnn.datamodules.base import LOADER_IDS, MiniBatchDataModule, seed_times
 from lightning_gnn.datamodules.full_batch import FullBatch, mask_of
 from lightning_gnn.datamodules.options import DataModuleOptions
 from lightning_gnn.graph.checks import check_labels, check_nodes
@@ -45,7 +45,7 @@ class NeighborDataModule(MiniBatchDataModule):
             and prediction on the full graph, layer by layer, without sampling.
         eval_loader_kwargs: Options that the evaluation loaders and their sampler override, such as ``num_neighbors``.
         **options: :class:`~lightning_gnn.datamodules.SamplingOptions` (such as ``disjoint``, ``time_attr``,
-            ``weight_attr`` or ``sampler="labor"``), :class:`~lightning_gnn.datamodules.StorageOptions` (such as
+            ``weight_attr`` or ``sampling="labor"``), :class:`~lightning_gnn.datamodules.StorageOptions` (such as
             ``memory="8GB"``), and further arguments of :class:`~lightning_gnn.loading.NodeLoader`, such as
             ``shuffle=False``. PyG's options for worker processes are accepted without effect:
             :data:`~lightning_gnn.loading.options.WITHOUT_EFFECT`.
@@ -92,8 +92,7 @@ class NeighborDataModule(MiniBatchDataModule):
         **options: Unpack[DataModuleOptions],
     ) -> None:
         keywords = {"num_workers": num_workers, **options}
-        super().__init__(seed, batch_size, num_neighbors, inference, eval_loader_kwargs, keywords)
-        self._set_graph(data, node_sampler)
+        super().__init__(data, node_sampler, seed, batch_size, num_neighbors, inference, eval_loader_kwargs, keywords)
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         self._nodes: dict[str, Any] = {}
@@ -113,18 +112,12 @@ class NeighborDataModule(MiniBatchDataModule):
                 setattr(self, f"{stage}_dataloader", None)  # makes Lightning skip the stage
             if self.storage_options.check_features and nodes is not None and stage != "predict":
                 check_labels(part, self._nodes[stage], name)
-            self._times[stage] = None
             if time is not None:
-                missing = self._nodes[stage] is None and stage != "predict"
-                self._times[stage] = self._validate_times(stage, time, None if missing else self._count(stage), "seeds")
-        if self._nodes["train"] is not None and not self._count("train"):
+                count = None if nodes is None and stage != "predict" else self.num_seeds(stage)
+                time = seed_times(self.graph_sampler, stage, time, count, "seeds")
+            self._times[stage] = time
+        if self._nodes["train"] is not None and not self.num_seeds("train"):
             raise ValueError("the training split is empty; give input_train_nodes or a train_mask with true entries")
-
-    def train_dataloader(self) -> Loader:
-        """Return shuffled mini-batches of the training nodes."""
-        if self._nodes["train"] is None:
-            raise ValueError("training requires input_train_nodes or a data.train_mask")
-        return super().train_dataloader()
 
     def large_arrays(self) -> dict[str, object]:
         """Return graph, features and seeds, by name."""
@@ -133,48 +126,42 @@ class NeighborDataModule(MiniBatchDataModule):
     def _seeds(self, stage: str) -> InputNodes:
         """Return the seeds of a stage as input for PyG's loaders."""
         nodes, node_type = self._nodes[stage], self._types[stage]
+        if stage == "train" and nodes is None:
+            raise ValueError("training requires input_train_nodes or a data.train_mask")
         if stage == "predict" and nodes is None:
             node_type = self._types["train"]  # predict all nodes of the training type
         if node_type is None and isinstance(self.data, HeteroData):
             raise ValueError(f"the {stage} stage requires input_{stage.removesuffix('ict')}_nodes")
         return nodes if node_type is None else (node_type, nodes)
 
-    def _inputs(self, stage: str) -> dict[str, Any]:
-        """Return the seeds of a stage, and their times if given, as loader arguments."""
-        times = self._times[stage]
-        return {"input_nodes": self._seeds(stage), **({} if times is None else {"input_time": times})}
-
-    def _count(self, stage: str) -> int:
+    @override
+    def num_seeds(self, stage: str) -> int:
         return int(get_input_nodes(self.data, self._seeds(stage))[1].numel())
 
     @override
-    def make_loader(self, stage: str) -> Loader:
-        if stage != "train" and self.inference is not None:
-            return self._full_loader(stage)
-        return self.sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
+    def sampled_loader(self, stage: str, data: Batch, sampler: BaseSampler, **options: Any) -> NodeLoader:
+        arguments = self.loader_arguments(stage, self.num_seeds(stage)) | options
+        if (times := self._times[stage]) is not None:
+            arguments["input_time"] = times
+        return NodeLoader(data, sampler, input_nodes=self._seeds(stage), **arguments)
 
     @override
-    def sampled_loader(self, stage: str, data: Batch, sampler: BaseSampler, **options: Any) -> NodeLoader:
-        arguments = self.loader_arguments(stage, self._count(stage)) | options
-        return NodeLoader(data, sampler, **self._inputs(stage), **arguments)
-
-    def _full_loader(self, stage: str) -> DataLoader[FullBatch]:
-        """Return a loader of the full graph; all stages share one batch with split masks and ``pred_nodes``."""
-        self.check_count(stage, self._count(stage))
+    def full_loader(self, stage: str) -> DataLoader[FullBatch]:
         if isinstance(self.data, HeteroData):
-            node_type, nodes = self._seeds(stage)
-            if stage == "predict":
-                return self.full_loader(stage, node_type, **({} if nodes is None else {"pred_nodes": as_ids(nodes)}))
-            mask = mask_of(nodes, self.data[node_type].num_nodes)
-            return self.full_loader(stage, node_type, **{f"{stage}_mask": mask})
-        seeds = {
-            f"{name}_mask": mask_of(self._nodes[name], self.data.num_nodes)
-            for name in ("val", "test")
-            if self._nodes[name] is not None
-        }
-        if (nodes := self._nodes["predict"]) is not None:
-            seeds["pred_nodes"] = as_ids(nodes)
-        return self.full_loader("nodes", **seeds)
+            node_type, _ = self._seeds(stage)
+            return self.evaluation.loader(stage, node_type, **self._marks(stage))
+        # All stages share one batch.
+        return self.evaluation.loader("nodes", **self._marks("val"), **self._marks("test"), **self._marks("predict"))
+
+    def _marks(self, stage: str) -> dict[str, Tensor]:
+        """Return the seeds of a stage as an attribute of the full graph: a split mask, or ``pred_nodes``."""
+        nodes, node_type = self._nodes[stage], self._types[stage]
+        if nodes is None:
+            return {}
+        part = self.data if node_type is None else self.data[node_type]
+        return (
+            {"pred_nodes": as_ids(nodes)} if stage == "predict" else {f"{stage}_mask": mask_of(nodes, part.num_nodes)}
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.data}, num_neighbors={self.num_neighbors}, {self.loader_kwargs})"
@@ -204,7 +191,12 @@ def _is_pair(given: object) -> bool:
 
 
 def seeds_in(data: Any, stage: str) -> tuple[str, Any]:
-    """Return the name and value of the attribute that PyG's ``infer_input_nodes`` would select, or ``("", None)``."""
+    """Return the name and value of the attribute that PyG's ``infer_input_nodes`` would select, or ``("", None)``.
+
+    Args:
+        data: A homogeneous graph, or the nodes of one type.
+        stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+    """
     for prefix in {"val": ("val", "valid"), "predict": ("pred",)}.get(stage, (stage,)):
         for suffix in ("mask", "idx", "index"):
             if data.get(name := f"{prefix}_{suffix}") is not None:
@@ -213,5 +205,5 @@ def seeds_in(data: Any, stage: str) -> tuple[str, Any]:
 
 
 def as_ids(nodes: Tensor) -> Tensor:
-    """Return seeds as ids, int64 ``[n]``; converts a bool mask."""
+    """Return seeds as ids, int64 ``[n]``: ids as they are, and those of the true entries of a bool mask."""
     return nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes

@@ -67,12 +67,39 @@ class ResumableDataModule(pl.LightningDataModule):
         if self.share_memory and has_group and self._world_size > 1:
             share_equal_arrays(self.large_arrays())
 
+    def train_dataloader(self) -> Any:
+        """Return the batches of training; see :meth:`make_loader`."""
+        return self.make_loader("train")
+
+    def val_dataloader(self) -> Any:
+        """Return the batches of validation; see :meth:`make_loader`."""
+        return self.make_loader("val")
+
+    def test_dataloader(self) -> Any:
+        """Return the batches of testing; see :meth:`make_loader`."""
+        return self.make_loader("test")
+
+    def predict_dataloader(self) -> Any:
+        """Return the batches of prediction; see :meth:`make_loader`."""
+        return self.make_loader("predict")
+
+    def make_loader(self, stage: str) -> Any:
+        """Return the loader of a stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+
+        Mini-batches of training are shuffled, others are in order; the whole graph is one batch.
+        """
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Return a short phrase about the batches, which ``lgnn`` prints before a run."""
+        raise NotImplementedError
+
     def large_arrays(self) -> dict[str, object]:
         """Return large arrays by name, for :func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state needed to resume in addition to Lightning's. Collective: every rank must call this."""
+        """Return the state needed to resume in addition to Lightning's. All ranks must call this."""
         trainer = self.trainer if self.trainer is not None and self.trainer.state.fn == "fit" else None
         mine: list[Any] = [random_state()]
         if trainer is not None:

@@ -51,7 +51,7 @@ class BufferSync:
         return torch.stack([flag.to(small[0].device) for flag in small]).any() if small else False
 
     def synchronize(self, seeds: Sequence[int]) -> None:
-        """Merge the writes of all ranks, which have ``seeds`` seeds. Collective: every rank must call this."""
+        """Merge the writes of all ranks, which have ``seeds`` seeds. All ranks must call this."""
         rank = dist.get_rank()
         buffers = map_buffers(self._module)
         written = {name: self._find_written_rows(name, buffer) for name, buffer in buffers.items()}

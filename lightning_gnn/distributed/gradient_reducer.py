@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 AllReduce = Callable[[Tensor], object]
-"""Replaces a tensor by its sum over all ranks. Collective: every rank must call this."""
+"""Replaces a tensor by its sum over all ranks. All ranks must call this."""
 
 
 class GradientPiggyback(Protocol):
@@ -43,7 +43,7 @@ class GradientReducer:
         factor: float = 1.0,  # scale factor of the averaged gradients
         piggyback: GradientPiggyback | None = None,
     ) -> None:
-        """Replace the gradients by their means. Collective: every rank must call this."""
+        """Replace the gradients by their means. All ranks must call this."""
         by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in parameters:
             if parameter.requires_grad:

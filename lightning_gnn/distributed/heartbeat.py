@@ -130,7 +130,7 @@ class Heartbeats:
         return self._is_handled or (is_running and self._find_failure(self.timeout) is not None)
 
     def start(self) -> None:
-        """Start the heartbeats, and wait until all ranks have done so. Collective: every rank must call this."""
+        """Start the heartbeats, and wait until all ranks have done so. All ranks must call this."""
         self._store.set(f"process/{self.rank}", json.dumps((os.getpid(), socket.gethostname(), pid_space())))
         self._store.set(f"beat/{self.rank}", json.dumps(self._status))
         for other in [self.rank, *self._others]:

@@ -85,7 +85,7 @@ class MetricSync:
         return any(key not in self._registered for key in self._logged)
 
     def exchange_names(self) -> None:
-        """All-gather names and options of the logged metrics. Collective: every rank must call this."""
+        """All-gather names and options of the logged metrics. All ranks must call this."""
         own = {key: {k: v for k, v in arguments.items() if k != "value"} for key, arguments in self._logged.items()}
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)

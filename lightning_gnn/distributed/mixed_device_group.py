@@ -65,7 +65,7 @@ class MixedDeviceGroup:
         return self.only_accelerators and len(self._others) == self.size - 1
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
-        """All-reduce a dense or sparse tensor in place. Collective: every rank must call this."""
+        """All-reduce a dense or sparse tensor in place. All ranks must call this."""
         if self.only_accelerators and not tensor.is_sparse:
             self._sum_accelerators(tensor)
         elif self._accelerators is not None and not tensor.is_sparse:
@@ -107,7 +107,7 @@ class MixedDeviceGroup:
             tensor.copy_(host)
 
     def all_gather_floats(self, row: Sequence[float | Tensor]) -> list[list[float]]:
-        """Return the equally long rows of all ranks. Collective: every rank must call this."""
+        """Return the equally long rows of all ranks. All ranks must call this."""
         encoded = self._encode(row).to(self._message_device)
         rows = [torch.empty_like(encoded) for _ in range(self.size)]
         dist.all_gather(rows, encoded)
@@ -140,13 +140,13 @@ class MixedDeviceGroup:
         return data.view(torch.uint8)
 
     def all_gather_objects(self, value: _T) -> list[_T]:
-        """Return the objects of all ranks. Collective: every rank must call this."""
+        """Return the objects of all ranks. All ranks must call this."""
         values = [value] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def broadcast_from_rank0(self, tensors: Iterable[Tensor]) -> float:
-        """Broadcast rank 0's tensors; return this rank's drift. Collective: every rank must call this."""
+        """Broadcast rank 0's tensors; return this rank's drift. All ranks must call this."""
         drift = 0.0
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:

@@ -144,7 +144,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
     def join_ranks(
         self, backend: str, silence: float, timeout: timedelta = MIN_RENDEZVOUS, device_id: torch.device | None = None
     ) -> None:
-        """Connect the ranks and start monitoring them. Collective: every rank must call this."""
+        """Connect the ranks and start monitoring them. All ranks must call this."""
         assert self.cluster_environment is not None
         options: dict[str, Any] = {} if device_id is None else {"device_id": device_id}
         if not dist.is_initialized():
@@ -168,7 +168,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
 
     @override
     def barrier(self, *args: object, **kwargs: object) -> None:
-        """Wait for the other ranks, unless one of them has failed. Collective: every rank must call this."""
+        """Wait for the other ranks, unless one of them has failed. All ranks must call this."""
         has_failed = is_handling_exception() or (self._heartbeats is not None and self._heartbeats.lost)
         if self.world_size > 1 and dist.is_initialized() and not has_failed:
             index = self.root_device.index if dist.get_backend() == "nccl" else None
@@ -195,7 +195,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
 
     @override
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather the tensors of all ranks, also of NPUs together with CPUs. Collective: every rank must call this."""
+        """Gather the tensors of all ranks, also of NPUs together with CPUs. All ranks must call this."""
         with self.waiting():
             return super().all_gather(as_message(tensor, group), group, sync_grads).to(tensor.device)
 

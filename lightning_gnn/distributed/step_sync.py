@@ -109,14 +109,14 @@ class StepSync:
     # -- parameters and buffers
 
     def start_training(self, parameters: list[Tensor]) -> None:
-        """Broadcast rank 0's parameters, including those of optimizers only. Collective: every rank must call this."""
+        """Broadcast rank 0's parameters, including those of optimizers only. All ranks must call this."""
         self.buffers = None if self._shards_graph else BufferSync(self._module)
         self._group.broadcast_from_rank0(parameters)
         self.parameters, self._known_parameters = parameters, set(map(id, parameters))
         self.is_training = True
 
     def begin_step(self, parameters: list[Tensor]) -> None:
-        """Start a training step, and broadcast rank 0's new parameters. Collective: every rank must call this."""
+        """Start a training step, and broadcast rank 0's new parameters. All ranks must call this."""
         self.parameters = parameters
         # Randomly initialized new parameters may differ between the ranks.
         if new := [parameter for parameter in parameters if id(parameter) not in self._known_parameters]:
@@ -124,7 +124,7 @@ class StepSync:
             self._known_parameters.update(map(id, new))
 
     def resync_parameters(self, tensors: Iterable[Tensor]) -> None:
-        """Broadcast rank 0's tensors and record the drift. Collective: every rank must call this."""
+        """Broadcast rank 0's tensors and record the drift. All ranks must call this."""
         self._drift = max(self._drift, self._group.broadcast_from_rank0(tensors))
 
     # -- one step
@@ -176,12 +176,12 @@ class StepSync:
         return summary
 
     def all_gather_step(self, step: str) -> None:
-        """All-gather the summaries of a step and apply them. Collective: every rank must call this."""
+        """All-gather the summaries of a step and apply them. All ranks must call this."""
         rows = self._group.all_gather_floats(self.summarize(step).encode())
         self.apply_step(step, self._decode(rows))
 
     def apply_step(self, step: str, summaries: list[StepSummary]) -> None:
-        """Log reduced values, synchronize buffers, and weight losses. Collective: every rank must call this."""
+        """Log reduced values, synchronize buffers, and weight losses. All ranks must call this."""
         # Ranks without a share have no values; nor have they sent a row if only accelerators reduce.
         metrics = [[float(value) for value in one.metrics] for one in summaries if one.share]
         if any(one.has_new_metrics for one in summaries):
@@ -228,7 +228,7 @@ class StepSync:
         return factor if piggybacks else factor * self._gradient_factor
 
     def reduce_gradients(self, piggybacks: bool) -> None:
-        """Replace the gradients by their means over the ranks. Collective: every rank must call this."""
+        """Replace the gradients by their means over the ranks. All ranks must call this."""
         if not piggybacks:
             self._reducer.reduce(self.parameters)
             return

@@ -155,7 +155,7 @@ class StopOnSignal(pl.Callback):
         os.write(2, f"\n{name}: stopping after this batch.{hint}\n".encode())
 
     def _must_stop(self, trainer: pl.Trainer) -> bool:
-        """Return whether any process has received a signal. Collective: every rank must call this."""
+        """Return whether any process has received a signal. All ranks must call this."""
         number, exchanged, self.exchanged = self.signal or 0, self.exchanged, None
         if exchanged is not None:
             number = exchanged

@@ -126,7 +126,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         super().setup_environment()
 
     def _connect(self, silence: float, accelerators: Sequence[int] = ()) -> None:
-        """Create the process group and the groups of mixed devices. Collective: every rank must call this."""
+        """Create the process group and the groups of mixed devices. All ranks must call this."""
         assert self._timeout is not None
         self._process_group_backend = self._get_process_group_backend()
         devices = self.parallel_devices or []
@@ -170,7 +170,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Broadcast rank 0's parameters and buffers. Collective: every rank must call this."""
+        """Broadcast rank 0's parameters and buffers. All ranks must call this."""
         log.debug(f"{self.__class__.__name__}, {self.rank_name}: broadcasting parameters and buffers of rank 0")
         assert self._group is not None
         self._group.broadcast_from_rank0([*self._module.parameters(), *self._module.buffers()])
@@ -183,7 +183,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         return list(dict.fromkeys([*own, *optimized]))
 
     def resync_parameters(self) -> None:
-        """Broadcast rank 0's parameters and optimizer states. Collective: every rank must call this."""
+        """Broadcast rank 0's parameters and optimizer states. All ranks must call this."""
         assert self._sync is not None
         states: list[Tensor] = []
         for optimizer in self.optimizers:
@@ -249,7 +249,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
                 return step(*args, **kwargs)
 
     def _all_gather_step(self, name: str) -> None:
-        """All-gather the step summaries. Collective: every rank must call this."""
+        """All-gather the step summaries. All ranks must call this."""
         if self._sync is not None:
             with self.waiting():
                 self._sync.all_gather_step(name)

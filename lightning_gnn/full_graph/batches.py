@@ -43,7 +43,7 @@ class ShardedBatch:
         return self.counts.get(split, self.counts["all"])
 
     def gather(self, values: Tensor) -> Tensor:
-        """Gather rows in node order; other tensors remain unchanged. Collective: every rank must call this."""
+        """Gather rows in node order; other tensors remain unchanged. All ranks must call this."""
         rows = self.num_predicted[self.graph.rank]
         fits = torch.tensor(int(values.dim() > 0 and values.size(0) == rows), device=self.graph.device)
         with waiting_for_ranks():
@@ -67,7 +67,7 @@ def split_masks(batch: Data) -> dict[str, Tensor]:
 
 
 def check_equal(graph: CompressedGraph, masks: dict[str, Tensor], memory_limit: int | None, rank: int) -> int | None:
-    """Check that graph and splits are equal; return the smallest limit. Collective: every rank must call this."""
+    """Check that graph and splits are equal; return the smallest limit. All ranks must call this."""
     own = (
         f"{graph.num_targets} nodes, {graph.num_edges} edges",
         graph.checksum(),

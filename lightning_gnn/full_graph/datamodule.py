@@ -11,20 +11,15 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.data.lightning import LightningNodeData
 from torch_geometric.loader import NeighborLoader
+from typing_extensions import override
 
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
+from lightning_gnn.datamodules.link import as_edges
 from lightning_gnn.datamodules.resumable import ResumableDataModule
 from lightning_gnn.features.table import with_feature_dtype
 from lightning_gnn.graph.adjacency import with_adj_t_values
-from lightning_gnn.graph.checks import (
-    check_edge_data,
-    check_edge_labels,
-    check_edges,
-    check_labels,
-    check_node_data,
-    check_nodes,
-)
+from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.conv.graph import check_takes_graph, keep_constant
 from lightning_gnn.nn.inference import FullInference
@@ -103,81 +98,33 @@ class FullGraphDataModule(ResumableDataModule):
         **kwargs: object,
     ) -> None:
         super().__init__()
+        for name in kwargs:
+            is_loader_option = name in keywords_of(LightningNodeData) | keywords_of(NeighborLoader)
+            reason = ": the whole graph is the only batch, and data's masks define the splits"
+            raise TypeError(
+                f"unknown option {name}{reason if is_loader_option else closest(name, keywords_of(type(self)))}"
+            )
+        self.share_memory = true_or_false(share_memory, "share_memory")
         labeled = {
             "train": (input_train_edges, input_train_labels),
             "val": (input_val_edges, input_val_labels),
             "test": (input_test_edges, input_test_labels),
             "predict": (input_pred_edges, input_pred_labels),
         }
-        for name in kwargs:
-            is_loader_option = name in keywords_of(LightningNodeData) | keywords_of(NeighborLoader)
-            reason = ": the whole graph is the only batch, and data's masks define the splits"
-            hint = reason if is_loader_option else closest(name, keywords_of(type(self)))
-            raise TypeError(f"unknown option {name}{hint}")
-        true_or_false(compress, "compress")
-        self.share_memory = true_or_false(share_memory, "share_memory")
-        check_node_data(data, true_or_false(check_features, "check_features"), dense=compress)
+        labeled = {stage: pair for stage, pair in labeled.items() if any(value is not None for value in pair)}
         self._user_data: weakref.ref[Data] | None = weakref.ref(data)  # has the edge_index that the batch replaces
-        topology = CSCGraph.from_data(data)
-        data = with_adj_t_values(data)
-        check_edge_data(data)
-        data = with_feature_dtype(data, feature_dtype, check_features)
-        converted: dict[str, Tensor] = {}
-        for key in ("x", "y", "edge_attr", "edge_weight"):
-            if isinstance(value := data.get(key), np.ndarray) and value.dtype.kind in "biuf":
-                converted[key] = torch.as_tensor(value)
-        for name in ("train_mask", "val_mask", "test_mask"):
-            if data.get(name) is None:
-                continue
-            mask = check_nodes(data[name], data.num_nodes, f"data.{name}")
-            if mask is not data[name]:
-                converted[name] = mask
-            if check_features:
-                check_labels(data, mask, f"data.{name}")
-        if converted:
-            data = copy.copy(data)  # do not modify the user's object
-            data.update(converted)
-        has_edges = "edge_label_index" in data or "src_index" in data
-        has_edges = has_edges or input_train_edges is not None or input_train_labels is not None
-        if data.get("train_mask") is None and not has_edges:
-            raise ValueError(
-                "data has no train_mask: full-graph training selects its nodes by masks, or predicts labeled edges"
-            )
-        if not has_edges and not bool(data.train_mask.any()):
-            raise ValueError("the training split is empty: data.train_mask has no true entry")
-        if inference == "sampled":
-            raise ValueError(
-                "inference='sampled' needs a DataModule that samples; this one always uses the whole graph"
-            )
-        settings = inference_settings(inference)
-        self.graph: CompressedGraph | None = None
-        if compress:
-            self.graph = CompressedGraph.from_graph(topology)
-            if settings is None:  # full inference is used when memory is scarce
-                keep_constant(self.graph, data.get("x"))
-            data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"runner": settings}))
-        elif "graph" in data or "adj_t" in data or data.get("edge_index") is None:  # the topology is in CSC order only
-            data = data.clone()
-            data.edge_index = topology.to_edge_index()
-            for key in ("graph", "adj_t"):
-                if key in data:
-                    del data[key]
-        if not compress and settings is not None:
-            raise ValueError("inference='full' runs on the compressed graph; leave compress=True")
-        self.data = data
-        self._batches: dict[str, Data] | None = None
-        """Batches by stage; None if all stages have the same batch."""
-        if any(value is not None for pair in labeled.values() for value in pair):
-            self._batches = {
-                stage: _with_labels(data, stage, edges, labels)
-                for stage, (edges, labels) in labeled.items()
-                if edges is not None or labels is not None
-            }
-            if "train" not in self._batches:
-                raise ValueError("input_train_edges is missing: the other stages have labeled edges")
-            for stage in ("val", "test", "predict"):
-                if stage not in self._batches:
-                    setattr(self, f"{stage}_dataloader", None)
+        data = with_adj_t_values(data) if isinstance(data, Data) else data
+        topology, masks = _check(data, inference, compress, check_features, "train" in labeled)
+        data = copy.copy(with_feature_dtype(data, feature_dtype, check_features))  # do not modify the user's object
+        self.graph = CompressedGraph.from_graph(topology) if compress else None
+        self.data = _convert(data.update(masks), topology, self.graph, inference_settings(inference))
+        self._batches = {stage: _with_labels(self.data, stage, *pair) for stage, pair in labeled.items()}
+        """Batches by stage; empty if all stages have the same batch."""
+        if labeled and "train" not in labeled:
+            raise ValueError("input_train_edges is missing: the other stages have labeled edges")
+        for stage in ("val", "test", "predict"):
+            if labeled and stage not in labeled:
+                setattr(self, f"{stage}_dataloader", None)
 
     def setup(self, stage: str) -> None:
         """Check that the model accepts the batch, and that several devices shard the graph.
@@ -214,35 +161,66 @@ class FullGraphDataModule(ResumableDataModule):
         """Return the batch, and the user's graph if it still exists."""
         return {"batch": self.data, "data": None if self._user_data is None else self._user_data()}
 
-    def train_dataloader(self) -> DataLoader[Data]:
-        """Return the graph as the only batch."""
-        return self._loader("train")
+    @override
+    def make_loader(self, stage: str) -> DataLoader[Data]:
+        return only_batch(self._batches.get(stage, self.data))
 
-    def val_dataloader(self) -> DataLoader[Data]:
-        """Return the graph as the only batch."""
-        return self._loader("val")
+    @override
+    def describe(self) -> str:
+        return "full graph, full inference" if "runner" in self.data else "full graph"
 
-    def test_dataloader(self) -> DataLoader[Data]:
-        """Return the graph as the only batch."""
-        return self._loader("test")
 
-    def predict_dataloader(self) -> DataLoader[Data]:
-        """Return the graph as the only batch."""
-        return self._loader("predict")
+def _check(
+    data: Data, inference: object, compress: bool, check_features: bool, has_edges: bool
+) -> tuple[CSCGraph, dict[str, Tensor]]:
+    """Return the topology of a valid graph and its masks as bool tensors ``[num_nodes]``."""
+    if inference == "sampled":
+        raise ValueError("inference='sampled' needs a DataModule that samples; this one always uses the whole graph")
+    if not true_or_false(compress, "compress") and inference is not None:
+        raise ValueError("inference='full' runs on the compressed graph; leave compress=True")
+    check_node_data(data, true_or_false(check_features, "check_features"), dense=compress)
+    topology = CSCGraph.from_data(data)
+    check_edge_data(data)
+    masks = {
+        name: check_nodes(data[name], data.num_nodes, f"data.{name}")
+        for name in ("train_mask", "val_mask", "test_mask")
+        if data.get(name) is not None
+    }
+    for name, mask in masks.items() if check_features else ():
+        check_labels(data, mask, f"data.{name}")
+    if not (has_edges or "edge_label_index" in data or "src_index" in data):
+        if "train_mask" not in masks:
+            raise ValueError(
+                "data has no train_mask: full-graph training selects its nodes by masks, or predicts labeled edges"
+            )
+        if not bool(masks["train_mask"].any()):
+            raise ValueError("the training split is empty: data.train_mask has no true entry")
+    return topology, masks
 
-    def _loader(self, stage: str) -> DataLoader[Data]:
-        return only_batch(self.data if self._batches is None else self._batches[stage])
+
+def _convert(data: Data, topology: CSCGraph, graph: CompressedGraph | None, settings: FullInference | None) -> Data:
+    """Return the batch: with the compressed graph, or else with the ``edge_index`` tensor, added to ``data``."""
+    for key in ("x", "y", "edge_attr", "edge_weight"):
+        if isinstance(value := data.get(key), np.ndarray) and value.dtype.kind in "biuf":
+            data[key] = torch.as_tensor(value)
+    if graph is not None:
+        if settings is None:  # full inference is used when memory is scarce
+            keep_constant(graph, data.get("x"))
+        return FullBatch.from_data(data, graph, **({} if settings is None else {"runner": settings}))
+    if "graph" in data or "adj_t" in data or data.get("edge_index") is None:  # the topology is in CSC order only
+        data.edge_index = topology.to_edge_index()
+        for key in {"graph", "adj_t"} & {*data.keys()}:
+            del data[key]
+    return data
 
 
 def _with_labels(data: Data, stage: str, edges: Tensor | None, labels: Tensor | None) -> Data:
     """Return a shallow copy of the batch with a stage's labeled edges."""
-    name = f"input_{'pred' if stage == 'predict' else stage}"
-    if edges is None:
-        raise ValueError(f"{name}_labels are given without {name}_edges")
+    edges, labels = as_edges(edges, labels, (data.num_nodes, data.num_nodes), stage)
     if labels is None and stage != "predict":
-        raise ValueError(f"{name}_labels is missing: full-graph training draws no negative edges")
+        raise ValueError(f"input_{stage}_labels is missing: full-graph training draws no negative edges")
     labeled = copy.copy(data)
-    labeled.edge_label_index = check_edges(edges, (data.num_nodes, data.num_nodes), f"{name}_edges")
+    labeled.edge_label_index = edges
     if labels is not None:
-        labeled.edge_label = check_edge_labels(labels, labeled.edge_label_index.size(1), f"{name}_labels")
+        labeled.edge_label = labels
     return labeled

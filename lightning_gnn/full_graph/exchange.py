@@ -87,7 +87,7 @@ class SliceAllToAll:
 def all_to_all(
     values: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Send a chunk of a tensor to each rank, and return the received chunks. Collective: every rank must call this."""
+    """Send a chunk of a tensor to each rank, and return the received chunks. All ranks must call this."""
     out = values.new_empty(sum(recv_sizes))
     if not values.numel():
         values = values.new_empty(0)  # strides of an empty tensor may not allow a view as bytes
@@ -107,7 +107,7 @@ def all_to_all(
 def exchange_row_ownership(
     rank: int, positions: Tensor, offsets: Sequence[int], num_groups: int, group: dist.ProcessGroup | None = None
 ) -> tuple[list[Tensor | None], list[int]]:
-    """Exchange row sets; return ``own`` and ``counts`` of ``SliceAllToAll``. Collective: every rank must call this."""
+    """Exchange row sets; return ``own`` and ``counts`` of ``SliceAllToAll``. All ranks must call this."""
     # positions is this rank's set in owner order, ascending, int32 [n].
     num_ranks = len(offsets) - 1
     bounds = torch.searchsorted(positions, torch.tensor(offsets, dtype=positions.dtype, device=positions.device))
@@ -150,7 +150,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def all_gather_rows(values: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> Tensor:
-    """Concatenate the rows of all ranks, without autograd. Collective: every rank must call this."""
+    """Concatenate the rows of all ranks, without autograd. All ranks must call this."""
     values = values.detach()
     # Pad to the longest part, since backends gather equal sizes only.
     padded = values.new_zeros((max(counts), *values.shape[1:]))

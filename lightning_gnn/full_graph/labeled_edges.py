@@ -29,7 +29,7 @@ class EndpointGather:
     owners: dict[str, Any]  # the nodes' owners, arguments of SliceAllToAll
 
     def __call__(self, z: Tensor) -> Tensor:
-        """Return the rows of the nodes of this rank's labeled edges. Collective: every rank must call this."""
+        """Return the rows of the nodes of this rank's labeled edges. All ranks must call this."""
         exchange = SliceAllToAll(self.rank, ((0, z[:1].numel()),), **self.owners)
         return rows_to_slice(z.flatten(1), exchange).view(-1, *z.shape[1:])
 
@@ -45,7 +45,7 @@ class LabeledEdges:
 
 
 def shard_labeled_edges(batch: Data, graph: RowShard, owners: Ownership) -> LabeledEdges | None:
-    """Divide the labeled edges evenly among the ranks; None without any. Collective: every rank must call this.
+    """Divide the labeled edges evenly among the ranks; None without any. All ranks must call this.
 
     Raises a ValueError if there are fewer edges than ranks, a node is out of range, or the ranks' edges differ.
     """

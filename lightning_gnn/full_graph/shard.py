@@ -183,7 +183,7 @@ class RowShard:
         return self._user_edges().values(values.to(self.whole.device), fill).to(self.device)
 
     def aggregate(self, x: Tensor, weight: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
-        """Aggregate over the whole graph, as ``ops.aggregate`` does. Collective: every rank must call this."""
+        """Aggregate over the whole graph, as ``ops.aggregate`` does. All ranks must call this."""
         # x has this rank's rows, [num_sources, D] or [num_sources, H, C]; weight is [num_edges] or [num_edges, H].
         self._check(x, "x", (2, 3))
         if weight is not None and (weight.dim() not in (1, 2) or weight.size(0) != self.num_edges):
@@ -212,7 +212,7 @@ class RowShard:
         return slice_to_rows(part.index_select(0, cut.part.row_of), to_rows).view(x.shape)
 
     def edge_softmax(self, source_scores: Tensor, target_scores: Tensor, negative_slope: float = 0.2) -> Tensor:
-        """Return attention weights of this rank's range for all heads. Collective: every rank must call this."""
+        """Return attention weights of this rank's range for all heads. All ranks must call this."""
         # Scores are [num_sources, H] and [num_targets, H]. The M ranks of a range compute the same weights. Their
         # gradients come from one slice each, and the exchange sums them.
         self._check(source_scores, "source_scores", (2,))
@@ -276,7 +276,7 @@ class RowShard:
         return _Range(num_groups, part, (first, last), (edge_start, edge_start + part.graph.num_edges))
 
     def _get_endpoints(self, cut: _Range) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the owners of a range's sources and targets. Collective on first use: every rank must call this."""
+        """Return the owners of a range's sources and targets. All ranks must call this on first use."""
         if cut.endpoints is None:
             with torch.inference_mode(False), torch.no_grad():
                 sources, targets = (self._find_owners(cut, rows) for rows in (cut.part.sources, cut.part.targets))

@@ -286,7 +286,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
 
     @override
     def predict_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        """Run the step on this rank's rows, and return all ranks' rows. Collective: every rank must call this."""
+        """Run the step on this rank's rows, and return all ranks' rows. All ranks must call this."""
         predicted = super().predict_step(*args, **kwargs)
         return predicted if self._batch is None else apply_to_collection(predicted, Tensor, self._batch.gather)
 

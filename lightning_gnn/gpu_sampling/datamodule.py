@@ -74,7 +74,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             topology, features, cache_bytes, quantize, mode, fetch_size, num_warps, programs_per_sm, prefetch, bulk,
             device, device_memory, gpus,
         )  # fmt: skip
-        if "tables" in kwargs:
+        if "tables" in {*kwargs, *(kwargs.get("eval_loader_kwargs") or ())}:
             raise TypeError(f"unknown option tables: {type(self).__name__} creates the tables itself; leave it out")
         super().__init__(*args, **kwargs)
         if not isinstance(self.graph_sampler, NeighborSampler):
@@ -82,7 +82,7 @@ class PlacedOnGPU(MiniBatchDataModule):
                 f"{type(self).__name__} samples with its own kernels, so it cannot take the sampler "
                 f"{type(self.graph_sampler).__name__}; use {self.on_cpu} with it"
             )
-        if self._disk is not None and (features in ("device", "shard") or quantize):
+        if self.disk is not None and (features in ("device", "shard") or quantize):
             raise ValueError(
                 f"features={features!r}, quantize={quantize}: these options are for features in memory, but memory= "
                 "reads them from disk through the host; leave them out"
@@ -118,7 +118,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             stage,
             self._placed_data,
             self._samplers["train" if stage == "train" else "eval"],
-            **{**self._from_disk(stage), "tables": self._tables},
+            **{**self.disk_options(stage), "tables": self._tables},
             pipeline=partial(DevicePipeline, device=device),
             prefetcher=StreamPrefetching(self.placement_options.prefetch, self._placement.bulk),
             # A CUDA stream prefetches; worker threads would only serialize their launches on it.
@@ -152,7 +152,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         return available_bytes(device) or 0
 
     def _rendezvous(self, device: torch.device | None) -> LocalMachine | None:
-        """Return the machine's ranks if their GPUs can share tables, or None. Collective: every rank must call this."""
+        """Return the machine's ranks if their GPUs can share tables, or None. All ranks must call this."""
         places = {"topology": self.placement_options.topology, "features": self.placement_options.features}
         sharded = [f"{name}='shard'" for name, place in places.items() if place == "shard"]
         machine = None
@@ -173,7 +173,7 @@ class PlacedOnGPU(MiniBatchDataModule):
 
     def _demand(self, gpus: int = 1, stage: str = "train") -> Demand:
         """Collect the arrays and mini-batches that need device memory."""
-        on_disk, edges = self._disk_tables(stage), set[Attribute]()
+        on_disk, edges = self.disk_options(stage).get("tables", {}), set[Attribute]()
         tables: dict[Attribute, FeatureTable] = {}
         row_bytes: dict[Attribute, float] = {}
         others: dict[Attribute, Tensor] = {}
@@ -185,9 +185,7 @@ class PlacedOnGPU(MiniBatchDataModule):
                     value = torch.from_numpy(value)  # mini-batches contain numeric arrays as tensors
                 if name_of(store, key) in on_disk:
                     row_bytes[attribute] = on_disk[name_of(store, key)].row_bytes
-                elif (
-                    key in ("num_nodes", "edge_index", "adj_t") or not isinstance(value, Tensor) or value.requires_grad
-                ):
+                elif key in _NOT_PLACED or not isinstance(value, Tensor) or value.requires_grad:
                     continue  # trained tensors stay the user's own objects, as do non-numeric attributes
                 elif by_row and value.dim() == 2 and value.dtype in FEATURE_DTYPES and key != "y":
                     tables[attribute] = table = FeatureTable(value)
@@ -222,7 +220,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             plan = machine.broadcast_first(lambda: demand.plan(memory, self._count_reads))
         self._placement = plan
         rank_zero_info(f"persistent sampling: {plan}")
-        self._placed_data, self._tables = copy.copy(self.data), {**self._disk_tables(stage)}
+        self._placed_data, self._tables = copy.copy(self.data), self.disk_options(stage).get("tables", {})
         for (node_type, key), table in demand.tables.items():
             part = plan[name_of_table((node_type, key))]
             if options.quantize and key == "x":
@@ -297,6 +295,6 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
 
     def _training_seeds(self) -> tuple[NodeSamplerInput, None]:
         with_seeds = [stage for stage in self._types if self._nodes[stage] is not None]
-        stage = "train" if "train" in with_seeds or not with_seeds else with_seeds[0]  # without training seeds
+        stage = "train" if "train" in with_seeds else [*with_seeds, "predict"][0]  # without training seeds
         node_type, seeds, _ = get_input_nodes(self.data, self._seeds(stage))
         return NodeSamplerInput(None, seeds, self._times[stage], node_type), None

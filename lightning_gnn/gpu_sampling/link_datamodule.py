@@ -42,7 +42,6 @@ class PersistentLinkDataModule(PlacedOnGPU, LinkDataModule):
         super().__init__(*args, bulk=1, **kwargs)
 
     def _training_seeds(self) -> tuple[EdgeSamplerInput, NegativeSampling | None]:
-        edges, labels = self._edges["train"]
-        assert edges is not None
+        edges, labels = self.seed_edges("train")
         inputs = EdgeSamplerInput(None, edges[0], edges[1], labels, self._times["train"], self._types["train"])
         return inputs, self.neg_sampling

@@ -114,7 +114,7 @@ class LocalMachine:
         """Reason why tables cannot be sharded across these GPUs; empty if they can."""
 
     def share(self, table: Tensor, shift: int = ROW_SHIFT) -> PeerShards:
-        """Shard a host table ``[num_rows, num_columns]`` across the GPUs. Collective: every rank must call this."""
+        """Shard a host table ``[num_rows, num_columns]`` across the GPUs. All ranks must call this."""
         layout = BlockCyclicLayout(table.size(0), self.size, shift)
         shape = (max(layout.size, 1), table.size(1))
         local, addresses, barrier, mapping = allocate_symmetric(shape, table.dtype, self)
@@ -123,13 +123,13 @@ class LocalMachine:
         return PeerShards(layout, local, torch.tensor(addresses, device=self.device), mapping)
 
     def gather(self, value: T) -> list[T]:
-        """All-gather an object. Collective: every rank of the machine must call this."""
+        """All-gather an object. All ranks of the machine must call this."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def run_on_all(self, step: Callable[[], T]) -> T:
-        """Return a step's result; if it fails on a rank, fail on all. Collective: every rank must call this."""
+        """Return a step's result; if it fails on a rank, fail on all. All ranks must call this."""
         error, result = None, None
         try:
             result = step()
@@ -141,12 +141,12 @@ class LocalMachine:
         return cast(T, result)
 
     def broadcast_first(self, make: Callable[[], T]) -> T:
-        """Broadcast the result of rank 0's ``make``, or raise its error. Collective: every rank must call this."""
+        """Broadcast the result of rank 0's ``make``, or raise its error. All ranks must call this."""
         return cast(T, self.gather(self.run_on_all(lambda: make() if self.rank == 0 else None))[0])
 
 
 def rendezvous_on_machine(device: torch.device | None) -> LocalMachine | None:
-    """Group the ranks with a GPU by machine; None without a GPU. Collective: every rank must call this."""
+    """Group the ranks with a GPU by machine; None without a GPU. All ranks must call this."""
     ranks: list[Any] = [None] * dist.get_world_size()
     own = which_machine() or socket.gethostname()
     index = torch.cuda.device(device).idx if device is not None and device.type == "cuda" else None
@@ -181,7 +181,7 @@ def find_obstacle(device: int | None, devices: Sequence[int | None]) -> str:
 
 
 def verify_peer_reads(machine: LocalMachine) -> bool:
-    """Return whether a small sharded table reads back correctly. Collective: every rank must call this."""
+    """Return whether a small sharded table reads back correctly. All ranks must call this."""
     table = torch.arange(3 * machine.size).view(-1, 1)
     try:
         shards = machine.share(table)

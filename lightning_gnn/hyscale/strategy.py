@@ -368,7 +368,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def predict_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        """Return rank 0's predictions. Collective: every rank must call this."""
+        """Return rank 0's predictions. All ranks must call this."""
         if self._is_single_rank:
             return super().predict_step(*args, **kwargs)
         output: STEP_OUTPUT = None

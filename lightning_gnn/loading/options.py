@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkLoader, NodeLoader
 
-from lightning_gnn.loading.batch import Batch, Positions
 from lightning_gnn.runtime.messages import closest, keywords_of, true_or_false, whole_number
-from lightning_gnn.sampling.neighbor import Output
 
 WITHOUT_EFFECT = {
     "custom_cls": "it is for remote feature stores, not for graphs in memory",
@@ -40,30 +38,6 @@ _UNSUPPORTED: dict[str, tuple[Callable[[object], bool], str]] = {
     "directed": (lambda value: value is True, "it is deprecated in PyG; use subgraph_type='induced'"),
     "sample_direction": (lambda value: value == "forward", "only 'forward' is supported"),
 }
-
-
-class LoaderOptions(TypedDict, total=False):
-    """Keywords that DataModules pass to their sampler and loaders, declared for tools that read signatures."""
-
-    sampler: Any  # a name, a sampler, or a class_path from LightningCLI
-    shuffle: bool | None
-    drop_last: bool
-    batch_sampler: Iterable[Positions]
-    prefetch_factor: int | None
-    pin_memory: bool
-    transform: Callable[[Batch], Batch] | None
-    transform_sampler_output: Callable[[Output], Output] | None
-    thread_safe: bool
-    sparse_grad: bool
-    subgraph_type: str
-    time_attr: str | None
-    temporal_strategy: str
-    time_window: float | None
-    weight_attr: str | None
-    layer_dependency: bool
-    batch_dependency: int
-    semantics: str
-
 
 _MINIMUM = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
 _SAMPLER_OPTIONS = (
@@ -106,14 +80,16 @@ def _validate(name: str, value: object) -> object:
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
     is_iterable = not isinstance(value, str) and bool({"__iter__", "__getitem__"} & {*dir(value)})
     if name in ("sampler", "batch_sampler") and value is not None and not is_iterable:
-        raise TypeError(f"{name} must yield indices into the seeds, like torch's samplers, but is {value!r}")
+        is_rule = name == "sampler" and isinstance(value, str)
+        instead = f"; to select neighbors, write sampling={value!r}" if is_rule else ""
+        raise TypeError(f"{name} must yield indices into the seeds, like torch's samplers, but is {value!r}{instead}")
     has_type = isinstance(value, tuple | list) and len(value) and isinstance(value[0], tuple | str)
     is_numeric = name in ("edge_label_index", "edge_label") and not (value is None or has_type)
     return torch.as_tensor(value) if is_numeric else value
 
 
 def _unknown_option_message(name: str, allowed: Collection[str], never: Collection[str]) -> str:
-    if name in _SAMPLER_OPTIONS:
+    if name in (*_SAMPLER_OPTIONS, "sampling"):  # not suggested: it is too similar to neg_sampling
         return f"unknown option {name}: it belongs to the sampler, as in NeighborSampler(data, …, {name}=…)"
     if name in ("neg_sampling", "neg_sampling_ratio"):
         return f"unknown option {name}: mini-batches of seed nodes have no negative edges; use LinkDataModule"

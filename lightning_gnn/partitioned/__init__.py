@@ -4,7 +4,8 @@ Reading order: ``folder.py``, ``shard.py``, ``exchange.py``, ``flight.py``, ``re
 ``datamodule.py``.
 """
 
+from lightning_gnn.partitioned.assign import assign_nodes
 from lightning_gnn.partitioned.datamodule import PartitionedDataModule, PartitionedLinkDataModule
 from lightning_gnn.partitioned.partition import Summary, partition_graph
 
-__all__ = ["PartitionedDataModule", "PartitionedLinkDataModule", "Summary", "partition_graph"]
+__all__ = ["PartitionedDataModule", "PartitionedLinkDataModule", "Summary", "assign_nodes", "partition_graph"]

@@ -30,7 +30,19 @@ def assign_nodes(
     seeds: Mapping[NodeType | None, Tensor] | None = None,
     seed: int = 0,
 ) -> dict[NodeType | None, Tensor]:
-    """Return the part of each node, int16 ``[num_nodes]``, by node type (None in a homogeneous graph)."""
+    """Return the part of each node, int16 ``[num_nodes]``, by node type (None in a homogeneous graph).
+
+    Args:
+        graph: The topology. Parts have equal numbers of nodes, in-edges and seeds, up to 5 %.
+        parts: Number of parts.
+        method: ``"metis"``, ``"ldg"`` or ``"random"``; see :func:`partition_graph`.
+        seeds: Training seeds by node type, int64 ``[n]``.
+        seed: Random seed.
+
+    Raises:
+        ValueError: ``method`` is unknown, or ``parts`` is not from 1 to the number of nodes (at most 32,768).
+        ModuleNotFoundError: ``method="metis"`` without the package ``pymetis``.
+    """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     sizes: dict[Any, int] = graph.sizes if isinstance(graph, HeteroCSCGraph) else {None: graph.num_nodes}

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import BaseSampler
 from typing_extensions import override
 
-from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.datamodules.base import EpochPosition, MiniBatchDataModule
 from lightning_gnn.datamodules.full_batch import inference_settings, only_batch
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule, as_ids
-from lightning_gnn.datamodules.options import SamplingOptions
 from lightning_gnn.distributed.exceptions import end_process
 from lightning_gnn.distributed.heartbeat import Heartbeats
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks
@@ -112,16 +112,18 @@ class _PartitionedMixin(MiniBatchDataModule):
         kwargs.update(check_features=False, share_memory=False, num_workers=num_workers)
         kwargs = self._add_splits(args, kwargs)
         super().__init__(data, *args, seed=seed, **kwargs)  # type: ignore[misc]
+        self.position = _RanksPosition(self)
         self.tables = self._make_tables(time_attr if whole else None)
 
     def _add_splits(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
 
     @override
-    def make_sampler(self, data: Batch, options: SamplingOptions) -> Any:
+    def make_sampler(self, data: Batch) -> BaseSampler:
         if self.topology == "whole":
-            return super().make_sampler(data, options)
-        return PartitionedSampler(self.partition, self.connection, seed=self.seed, **options.given())
+            return super().make_sampler(data)
+        assert self.sampling_options is not None
+        return PartitionedSampler(self.partition, self.connection, seed=self.seed, **self.sampling_options.given())
 
     def _make_tables(self, in_memory: str | None) -> dict[AttributeName, NodeRows | EdgeRows]:
         """Return the tables of partitioned attributes for the loaders, without the node attribute ``in_memory``."""
@@ -139,7 +141,7 @@ class _PartitionedMixin(MiniBatchDataModule):
         return tables
 
     def setup(self, stage: str) -> None:
-        """Connect the ranks, open this rank's parts and fill the cache. Collective: every rank must call this."""
+        """Connect the ranks, open this rank's parts and fill the cache. All ranks must call this."""
         super().setup(stage)
         module = None if self.trainer is None else self.trainer.lightning_module
         if self.inference is not None and isinstance(module, GNNModule):
@@ -194,14 +196,14 @@ class _PartitionedMixin(MiniBatchDataModule):
         exchange.all_gather(None)  # barrier: other ranks may sample from this rank's lists from here on
         if stage == "fit" and self.cache:
             remote, loader = self.connection.remote, cast(Any, self.make_loader("train"))
-            epoch = self._passes if self.trainer is None else self.trainer.current_epoch
+            epoch = self.position.passes if self.trainer is None else self.trainer.current_epoch
             counts = count_future(loader, remote, epoch, self.count_batches)
             row_bytes = [remote.row_bytes(number) for number in range(len(counts))]
             remote.fill_cache(top_accessed_rows(counts, row_bytes, self.cache))
             rank_zero_info(f"cached rows of other parts: {remote.num_cached_rows}")
 
     def teardown(self, stage: str) -> None:
-        """Disconnect from the other ranks once all are done. Collective: every rank must call this."""
+        """Disconnect from the other ranks once all are done. All ranks must call this."""
         super().teardown(stage)
         if self.connection.remote is not None:
             self.connection.remote.exchange.close()
@@ -235,35 +237,10 @@ class _PartitionedMixin(MiniBatchDataModule):
         _ = self.connection.open  # raises an error before setup
         return super().sampled_loader(stage, data, sampler, *args, tables=self.tables, **options)
 
-    def _order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[int]:
-        if stage == "train" and self._elastic is not None:
-            return self._elastic.begin(
-                self.trainer, num_seeds, self.batch_size, num_replicas=replicas, rank=rank, shuffle=self.shuffle,
-                seed=self.seed % 2**62, drop_last=drop_last,
-            )  # fmt: skip
-        if stage != "train" or self.order == "global":
-            return super()._order(stage, num_seeds, drop_last, replicas, rank)
-        return OwnSeedsOrder(
-            self.owners_of_seeds(replicas), num_replicas=replicas, rank=rank, shuffle=self.shuffle,
-            seed=self.seed % 2**62, drop_last=drop_last,
-        )  # fmt: skip
-
-    @property
-    def _replica(self) -> tuple[int, int]:
-        if self.trainer is None and self.connection.remote is not None:
-            return self.connection.remote.exchange.ranks, self.connection.remote.exchange.rank
-        return super()._replica
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming in addition to Lightning's. Collective: every rank must call this."""
+        """Return the state for resuming in addition to Lightning's. All ranks must call this."""
         state = super().state_dict()
         return state if self._elastic is None else {**state, "elastic": self._elastic.state(self.trainer)}
-
-    def _first_batch(self) -> int:
-        first = super()._first_batch()
-        if self._elastic is not None:
-            self._elastic.check(first)
-        return first
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of an interrupted run."""
@@ -282,8 +259,7 @@ class _PartitionedMixin(MiniBatchDataModule):
 
     def _local_seeds(self, stage: str, count: int) -> Tensor:
         """Return the indices of the seeds that this rank evaluates with exact inference, int64 ``[n]``."""
-        self.check_count(stage, count)
-        local = torch.tensor([*self._order(stage, count, False, *self._replica)], dtype=torch.int64)
+        local = torch.tensor([*self.position.order(stage, count, False, *self.position.replica())], dtype=torch.int64)
         if not local.numel():
             ranks = self.connection.open.exchange.ranks
             raise ValueError(
@@ -322,6 +298,39 @@ class _PartitionedMixin(MiniBatchDataModule):
 
     def _seed_nodes(self) -> tuple[StoreType, Tensor]:
         raise NotImplementedError
+
+
+class _RanksPosition(EpochPosition):
+    """The position of connected ranks, which divide the seeds by owner, or whose number may change within an epoch."""
+
+    datamodule: _PartitionedMixin
+
+    @override
+    def replica(self) -> tuple[int, int]:
+        remote = self.datamodule.connection.remote
+        if self.datamodule.trainer is None and remote is not None:
+            return remote.exchange.ranks, remote.exchange.rank
+        return super().replica()
+
+    @override
+    def order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[int]:
+        ranks = self.datamodule
+        options: dict[str, Any] = {
+            "num_replicas": replicas, "rank": rank, "shuffle": ranks.shuffle, "seed": ranks.seed % 2**62,
+            "drop_last": drop_last,
+        }  # fmt: skip
+        if stage == "train" and ranks._elastic is not None:
+            return ranks._elastic.begin(ranks.trainer, num_seeds, ranks.batch_size, **options)
+        if stage == "train" and ranks.order == "local":
+            return OwnSeedsOrder(ranks.owners_of_seeds(replicas), **options)
+        return super().order(stage, num_seeds, drop_last, replicas, rank)
+
+    @override
+    def first_batch(self) -> int:
+        first = super().first_batch()
+        if self.datamodule._elastic is not None:
+            self.datamodule._elastic.check(first)
+        return first
 
 
 class PartitionedDataModule(_PartitionedMixin, NeighborDataModule):
@@ -383,17 +392,17 @@ class PartitionedDataModule(_PartitionedMixin, NeighborDataModule):
                 kwargs[f"input_{stage}_nodes"] = mask if name is None else (name, mask)
         return kwargs
 
-    def _full_loader(self, stage: str) -> DataLoader[Batch]:
-        """Return a loader of one batch of this rank's seeds in the order of one machine, for exact inference."""
-        count, seeds = self._count(stage), self._seeds(stage)
+    @override
+    def full_loader(self, stage: str) -> DataLoader[Batch]:
+        # One batch of this rank's seeds, in the order of one machine.
+        count, seeds = self.num_seeds(stage), self._seeds(stage)
         node_type, nodes = seeds if self.partition.is_hetero else (None, seeds)
         wanted = torch.arange(count) if nodes is None else as_ids(nodes)
         wanted = wanted[self._local_seeds(stage, count)]
         return self._inference_loader({node_type: wanted}, node_type, batch_size=wanted.numel())
 
     def _seed_nodes(self) -> tuple[StoreType, Tensor]:
-        nodes = self._nodes["train"]
-        return self._types["train"], nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes
+        return self._types["train"], as_ids(self._nodes["train"])
 
 
 class PartitionedLinkDataModule(_PartitionedMixin, LinkDataModule):
@@ -439,10 +448,12 @@ class PartitionedLinkDataModule(_PartitionedMixin, LinkDataModule):
             raise ValueError(f"input_train_edges is missing: no rank has all edges of the graph, {fix}")
         return kwargs
 
-    def full_loader(self, name: str, kind: StoreType = None, **more: Tensor) -> DataLoader[Batch]:
-        """Return a loader of one batch of this rank's labeled edges of a stage, in the order of one machine."""
+    @override
+    def full_loader(self, stage: str) -> DataLoader[Batch]:
+        # One batch of this rank's labeled edges, in the order of one machine.
+        more, kind = self.labeled_edges(stage), self._types[stage]
         edges = more.pop("edge_label_index")
-        local = self._local_seeds(name, edges.size(1))
+        local = self._local_seeds(stage, edges.size(1))
         types, wanted = (None, None) if kind is None else (kind[0], kind[2]), {}
         for node_type in dict.fromkeys(types):
             ids = edges[[end for end, end_type in enumerate(types) if end_type == node_type]][:, local]
@@ -452,6 +463,5 @@ class PartitionedLinkDataModule(_PartitionedMixin, LinkDataModule):
         return self._inference_loader(wanted, kind, edge_label_index=torch.stack(ends), **more)
 
     def _seed_nodes(self) -> tuple[StoreType, Tensor]:
-        edges, name = self._edges["train"][0], self._types["train"]
-        assert edges is not None
+        (edges, _), name = self.seed_edges("train"), self._types["train"]
         return None if name is None else name[2], edges[1]

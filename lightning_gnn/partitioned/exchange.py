@@ -28,7 +28,7 @@ Handler = Callable[..., Any]
 
 
 class RankRPC:
-    """Calls handlers on other ranks, and serves their calls. Collective: every rank must create and close it.
+    """Calls handlers on other ranks, and serves their calls. All ranks must create and close it.
 
     Arguments and results are nested lists and dicts of numbers, texts and arrays; remote calls turn tuples into lists.
     A rank has ``timeout`` seconds to answer. ``tls`` has the paths ``certificate``, ``key`` and ``root`` of PEM files.
@@ -71,7 +71,7 @@ class RankRPC:
         self._threads = ThreadPoolExecutor(8 * self.ranks, "lightning-gnn-call")
 
     def all_gather(self, value: object) -> list[Any]:
-        """Return the values of all ranks. Collective: every rank must call this."""
+        """Return the values of all ranks. All ranks must call this."""
         with self._new_value:
             self._values.append(value)
             self._new_value.notify_all()
@@ -124,7 +124,7 @@ class RankRPC:
             return _pack((True, f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
-        """Close the connection once all other ranks close it too. Collective: every rank must call this."""
+        """Close the connection once all other ranks close it too. All ranks must call this."""
         if self._server is not None and self._open:
             shutdown = threading.Thread(target=self._server.shutdown, name="shutdown of the server", daemon=True)
             with suppress(DistNetworkError):  # a rank died, or has passed the second barrier and shut down

@@ -76,15 +76,13 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR or record.getMessage().startswith(OURS)
 
 
-def describe(cfg: DictConfig, module: pl.LightningModule) -> str:
-    """Describe model, data and mini-batches in one line."""
+def describe(cfg: DictConfig, datamodule: pl.LightningDataModule, module: pl.LightningModule) -> str:
+    """Describe model, data and batches in one line."""
     graph = cfg.data.get("name") or (
         HydraConfig.get().runtime.choices.get("data") if HydraConfig.initialized() else None
     )
-    fanouts = cfg.datamodule.get("num_neighbors")
-    batches = "full graph" if fanouts is None else f"fanouts {list(fanouts)}, batch {cfg.datamodule.get('batch_size')}"
-    if cfg.datamodule.get("inference") is not None:
-        batches += ", full inference"
+    # A user's own DataModule may have no description.
+    batches = datamodule.describe() if hasattr(datamodule, "describe") else type(datamodule).__name__
     depth = f"{cfg.model.num_layers}-layer " if cfg.model.get("num_layers") else ""
     network = getattr(module, "model", module)  # a user's own module may use another attribute
     return f"{depth}{type(network).__name__} on {graph or 'data'} · {batches}"

@@ -46,7 +46,7 @@ def share_equal_arrays(held: Mapping[str, Any]) -> int:
 
     ``held`` has the same names on all ranks: tensors, PyG's ``Data``, dataclasses, mappings and tuples. Tensors that
     are small (:data:`MIN_SHARED_BYTES`), sparse, trained, on a device, pinned or mapped are not shared, nor are those
-    of a rank with another thread that may write to them. Collective: every rank must call this.
+    of a rank with another thread that may write to them. All ranks must call this.
     """
     machine, local, problem = which_machine(), {}, ""
     if machine is not None and (writers := other_threads()):

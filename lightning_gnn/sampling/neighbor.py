@@ -78,7 +78,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         temporal_strategy: ``"uniform"``: pick uniformly among the edges that are early enough; ``"last"``: the latest.
         time_window: Only sample edges with times in ``(t - time_window, t]`` for a seed at time t; None: all up to t.
         weight_attr: Attribute with edge weights; edges are picked with probabilities proportional to them.
-        sampler: ``"uniform"``, or ``"labor"``: targets share sources, so that mini-batches have fewer nodes.
+        sampling: ``"uniform"``, or ``"labor"``: targets share sources, so that mini-batches have fewer nodes.
         layer_dependency: With LABOR, also share sources across hops: even fewer nodes, but the hops are dependent.
         batch_dependency: With LABOR and our loaders, the number of consecutive mini-batches that share sources.
         semantics: ``"lowest_hop"``: a node is sampled once, in the lowest hop at which it is found, as in PyG.
@@ -118,7 +118,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         temporal_strategy: str = "uniform",
         time_window: float | None = None,
         weight_attr: str | None = None,
-        sampler: str = "uniform",
+        sampling: str = "uniform",
         layer_dependency: bool = False,
         batch_dependency: int = 1,
         semantics: str = "lowest_hop",
@@ -143,11 +143,11 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         self.temporal_strategy = temporal_strategy
         self.time_window = time_window
         # Only LABOR, which draws variates by source, supports dependent layers or mini-batches.
-        if sampler not in ("uniform", "labor"):
-            raise ValueError(f"unknown sampler {sampler!r}; choose one of uniform, labor")
-        if sampler == "uniform" and (layer_dependency or batch_dependency != 1):
-            raise ValueError("layer_dependency and batch_dependency need sampler='labor'")
-        self.labor = Labor(layer_dependency, batch_dependency) if sampler == "labor" else None
+        if sampling not in ("uniform", "labor"):
+            raise ValueError(f"unknown sampling {sampling!r}; choose one of uniform, labor")
+        if sampling == "uniform" and (layer_dependency or batch_dependency != 1):
+            raise ValueError("layer_dependency and batch_dependency need sampling='labor'")
+        self.labor = Labor(layer_dependency, batch_dependency) if sampling == "labor" else None
         if semantics not in SEMANTICS:
             raise ValueError(f"unknown semantics {semantics!r}; choose one of {', '.join(SEMANTICS)}")
         self.semantics = semantics
@@ -438,7 +438,7 @@ def nonuniform_features(sampler: BaseSampler) -> list[str]:
         "time_attr": bool(getattr(sampler, "is_temporal", False)),
         "weight_attr": _has_weights(graph),
         "semantics='every_hop'": getattr(sampler, "semantics", None) == "every_hop",
-        "sampler='labor'": getattr(sampler, "labor", None) is not None,
+        "sampling='labor'": getattr(sampler, "labor", None) is not None,
         "subgraph_type": subgraph_type != SubgraphType.directional,
         "exclude_seed_edges": bool(getattr(sampler, "exclude_seed_edges", False)),
     }

@@ -78,8 +78,8 @@ print((brought, "npu" in AcceleratorRegistry,
     names = ["hyscale", "ascend_hybrid", "ascend_hybrid_spawn", "ascend_hybrid_fork", "ascend_hybrid_notebook"]
     brought, npu, made = eval_last_line(code, *names)
     assert {name.partition(".")[0] for name in brought} == {"lightning_gnn"}
-    rooms = {name.split(".")[1] for name in brought if "." in name}
-    assert rooms == {"accelerators", "registration", "runtime", "startup", "systems"}
+    packages = {name.split(".")[1] for name in brought if "." in name}
+    assert packages == {"accelerators", "registration", "runtime", "startup", "systems"}
     assert npu
     assert made.pop("hyscale") == ("HyScaleStrategy", "popen")
     assert made == {
@@ -155,15 +155,15 @@ def test_public_names_are_found_where_they_are():
     assert found <= {*dir(lightning_gnn)}
     for name in lightning_gnn.__all__:
         assert getattr(lightning_gnn, name).__name__ == name
-    for room in lightning_gnn._NAMES:
-        assert getattr(lightning_gnn, room).__name__ == f"lightning_gnn.{room}"
+    for package in lightning_gnn._NAMES:
+        assert getattr(lightning_gnn, package).__name__ == f"lightning_gnn.{package}"
     typed = next(
         node
         for node in ast.walk(ast.parse((ROOT / "lightning_gnn/__init__.py").read_text()))
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
     )
     assert {(line.module.rpartition(".")[2], alias.name) for line in typed.body for alias in line.names} == {
-        (room, name) for room, names in lightning_gnn._NAMES.items() for name in names
+        (package, name) for package, names in lightning_gnn._NAMES.items() for name in names
     }
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         lightning_gnn.Nothing  # noqa: B018

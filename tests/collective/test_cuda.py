@@ -93,7 +93,7 @@ def test_batches_that_are_kept_equal_those_of_the_cpu(data, epochs, places, plan
         {},
         {"time_attr": "time"},
         {"weight_attr": "weight", "subgraph_type": "induced"},
-        {"sampler": "labor", "batch_dependency": 2},
+        {"sampling": "labor", "batch_dependency": 2},
         {"subgraph_type": "bidirectional"},
     ],
     ids=str,

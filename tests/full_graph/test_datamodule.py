@@ -88,6 +88,19 @@ def test_what_does_not_fit_a_device_stays_in_host_memory(limit, moved):
         assert (batch[key].device.type == "meta") == (key in moved)
 
 
+@pytest.mark.parametrize("compress", [True, False])
+def test_the_users_graph_stays_where_it_is(compress):
+    data = small_data()
+    data.train_mask = data.train_mask.tolist()
+    before = data.to_dict()
+    (batch,) = FullGraphDataModule(data, compress=compress).train_dataloader()
+    batch.to("meta")
+    assert batch.x.device.type == "meta"
+    assert {key: id(value) for key, value in data.to_dict().items()} == {
+        key: id(value) for key, value in before.items()
+    }
+
+
 class TwoDevices:
     world_size = 2
     lightning_module = None

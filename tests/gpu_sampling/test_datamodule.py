@@ -140,7 +140,7 @@ def test_loaders_that_lightning_makes_anew_to_overfit_keep_their_arguments():
         assert (loader.pipeline.seed, loader.num_threads, loader.first_batch) == (
             module.seed,
             0 if gpu else 2,
-            module._first_batch,
+            module.position.first_batch,
         )
         assert list(loader.pipeline.tables) == (["x", "edge_attr"] if gpu else [])
         found.append(model.history)
@@ -178,7 +178,7 @@ ON_DISK = "these options are for features in memory, but memory= reads them from
                 ({"device_memory": "big"}, "device_memory must be a number of bytes"),
                 ({"gpus": 0}, "gpus must be at least 1"),
                 ({"fetch_size": 0}, "fetch_size must be at least 1"),
-                ({"topology": "shard", "sampler": "labor"}, "topology='shard' does not go with sampler='labor'"),
+                ({"topology": "shard", "sampling": "labor"}, "topology='shard' does not go with sampling='labor'"),
                 (
                     {"topology": "shard", "eval_loader_kwargs": {"subgraph_type": "induced"}},
                     "does not go with subgraph_type",

@@ -64,10 +64,10 @@ def test_every_data_module_takes_the_options_of_its_loaders(name, parts):
     own = {"num_neighbors": [3], "batch_size": 16, "shuffle": False, "drop_last": True}
     if name == "PartitionedLinkDataModule":
         own |= {"input_train_edges": [[0] * 20, [1] * 20]}
-    datamodule = build(kind, {**given, **own, "sampler": "labor"}).datamodule
+    datamodule = build(kind, {**given, **own, "sampling": "labor"}).datamodule
     assert not datamodule.shuffle
     assert datamodule.loader_kwargs["drop_last"]
-    assert datamodule.sampling_options.sampler == "labor"
+    assert datamodule.sampling_options.sampling == "labor"
 
 
 @pytest.mark.medium

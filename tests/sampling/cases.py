@@ -69,8 +69,8 @@ NODE_CASES = {
     "all": ("plain", {"num_neighbors": [-1, 0, 70]}),
     "replace": ("plain", {"replace": True}),
     "trees": ("plain", {"disjoint": True}),
-    "labor": ("plain", {"sampler": "labor"}),
-    "dependent": ("plain", {"sampler": "labor", "layer_dependency": True, "batch_dependency": 3}),
+    "labor": ("plain", {"sampling": "labor"}),
+    "dependent": ("plain", {"sampling": "labor", "layer_dependency": True, "batch_dependency": 3}),
     "weights": ("plain", {"weight_attr": "edge_weight", "eval_loader_kwargs": {"subgraph_type": "induced"}}),
     "edge times": ("plain", {"time_attr": "edge_time", "input_train_time": 30.0}),
     "node times": ("plain", {"time_attr": "node_time", "time_window": 9, "temporal_strategy": "last"}),
@@ -83,7 +83,7 @@ NODE_CASES = {
     "typed edge times": ("typed", {"time_attr": "edge_time", "input_train_time": 10}),
     "typed weights": ("typed", {"weight_attr": "edge_weight", "eval_loader_kwargs": {"subgraph_type": "induced"}}),
     "typed weighted trees": ("typed", {"weight_attr": "edge_weight", "disjoint": True}),
-    "typed labor": ("typed", {"sampler": "labor", "subgraph_type": "induced"}),
+    "typed labor": ("typed", {"sampling": "labor", "subgraph_type": "induced"}),
     "typed both ways": ("typed", {"subgraph_type": "bidirectional"}),
     "typed induced weights": ("typed", {"subgraph_type": "induced", "weight_attr": "edge_weight"}),
 }
@@ -99,7 +99,7 @@ LINK_CASES = {
         ("typed link times", "typed", {"time_attr": "edge_time", "input_train_time": 10, "exclude_seed_edges": True}),
     )
     for more, negatives in NEGATIVES.items()
-} | {"links, labor": ("plain", {"sampler": "labor", "batch_dependency": 2, "neg_sampling": "binary"})}
+} | {"links, labor": ("plain", {"sampling": "labor", "batch_dependency": 2, "neg_sampling": "binary"})}
 CASES = NODE_CASES | LINK_CASES
 
 
@@ -126,11 +126,11 @@ def make_options(case, data, most=40):
 def load_alone(case, data, ranks=1, rank=0, order=None, stage="train", most=40, **more):
     """Return the loader of one of several ranks on the unpartitioned graph, without worker threads."""
 
-    class OneMachine(LinkDataModule if case in LINK_CASES else NeighborDataModule):
-        _replica = property(lambda self: (ranks, rank))
-
+    kind = LinkDataModule if case in LINK_CASES else NeighborDataModule
     more |= {} if order is None else {"sampler": order}
-    return getattr(OneMachine(data, **make_options(case, data, most), **more), f"{stage}_dataloader")()
+    module = kind(data, **make_options(case, data, most), **more)
+    module.position.replica = lambda: (ranks, rank)
+    return getattr(module, f"{stage}_dataloader")()
 
 
 @st.composite
@@ -184,7 +184,7 @@ def any_case(draw):
         options["weight_attr"] = "weight"
     elif picks == "labor":
         more = {"layer_dependency": draw(st.booleans()), "batch_dependency": draw(st.sampled_from([1, 3]))}
-        options |= {"replace": False, "sampler": "labor", **more}
+        options |= {"replace": False, "sampling": "labor", **more}
     options["disjoint"] = draw(st.booleans())
     subgraphs = ["directional", "bidirectional"] + ["induced"] * (not options["disjoint"] and picks != "times")
     options["subgraph_type"] = draw(st.sampled_from(subgraphs))

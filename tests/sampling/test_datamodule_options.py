@@ -12,6 +12,7 @@ from torch_geometric.loader import LinkLoader
 from torch_geometric.sampler import NegativeSampling
 
 from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.datamodules.base import EpochPosition
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.datasets.folder import save_folder
@@ -100,12 +101,14 @@ MISTAKES = {
         ({"time_attr": "t"}, ValueError, "data has no attribute 't'; it has edge_attr, edge_index"),
         ({"weight_attr": "w"}, ValueError, "data has no attribute 'w'; it has edge_attr, edge_index"),
         ({"subgraph_type": "both"}, ValueError, "unknown subgraph_type 'both'"),
-        ({"sampler": "labour"}, ValueError, "unknown sampler 'labour'; choose one of uniform, labor"),
-        ({"batch_dependency": 2}, ValueError, "need sampler='labor'"),
+        ({"sampling": "labour"}, ValueError, "unknown sampling 'labour'; choose one of uniform, labor"),
+        ({"batch_dependency": 2}, ValueError, "need sampling='labor'"),
         ({"time_window": 4}, ValueError, "time_window needs time_attr"),
-        ({"sampler": "labor", "eval_loader_kwargs": {"replace": True}}, ValueError, "LABOR does not support replace"),
+        ({"sampling": "labor", "eval_loader_kwargs": {"replace": True}}, ValueError, "LABOR does not support replace"),
         ({"subgraph_type": "induced", "eval_loader_kwargs": {"disjoint": True}}, ValueError, "needs subgraph_type"),
-        ({"eval_loader_kwargs": {"sampler": "labor"}}, TypeError, "sampler must yield indices into the seeds"),
+        ({"eval_loader_kwargs": {"sampling": "labor"}}, TypeError, "unknown option sampling: it belongs to"),
+        ({"sampler": "labor"}, TypeError, "sampler must yield .* 'labor'; to select neighbors, write sampling='labor'"),
+        ({"eval_loader_kwargs": {"sampler": "labor"}}, TypeError, "sampler must yield indices .*, write sampling="),
         ({"data": alter(time=torch.arange(400)), "time_attr": "time", "inference": "full"}, ValueError,
          "uses all edges at once, so it cannot be combined with time_attr"),
     ],
@@ -144,6 +147,8 @@ MISTAKES = {
         ({"device": "foo"}, ValueError, "invalid device 'foo'"),
         ({"bulk": "3"}, ValueError, "bulk must be a whole number, but is '3'"),
         ({"quantize": "no"}, ValueError, "quantize must be True or False, but is 'no'"),
+        ({"tables": {}}, TypeError, "unknown option tables: .* creates the tables itself"),
+        ({"eval_loader_kwargs": {"tables": {}}}, TypeError, "unknown option tables: .* creates the tables itself"),
     ],
 }  # fmt: skip
 
@@ -341,7 +346,7 @@ def test_an_epoch_without_a_mini_batch_is_an_error(kind):
 def test_an_evaluation_that_leaves_a_process_nothing_is_an_error(kind, monkeypatch):
     data = small_data()
     data.val_mask = torch.arange(data.num_nodes) < 2
-    monkeypatch.setattr(kind, "_replica", (3, 2))
+    monkeypatch.setattr(EpochPosition, "replica", lambda self: (3, 2))
     with pytest.raises(ValueError, match="the val split has 2 seeds for 3 processes"):
         build(kind, data).val_dataloader()
 
@@ -379,3 +384,53 @@ def test_links_of_a_graph_without_edge_index():
     assert sorted(torch.cat([b.input_id for b in build(LinkDataModule, stored).train_dataloader()]).tolist()) == list(
         range(4000)
     )
+
+
+class AllNeighbors(NeighborDataModule):
+    """A system with its own sampler."""
+
+    sampling_options = None
+
+    def make_sampler(self, data):
+        return NeighborSampler(data, [-1], seed=self.seed)
+
+
+def test_a_system_with_its_own_sampler():
+    data = small_data()
+    module, plain = AllNeighbors(data, batch_size=64, seed=1), build(NeighborDataModule, num_neighbors=[-1], seed=1)
+    plain.batch_size = 64
+    for stage in ("train", "val"):
+        assert module.num_seeds(stage) == int(data[f"{stage}_mask"].sum())
+        loader = module.sampled_loader(stage, module.data, module.sampler(stage), **module.disk_options(stage))
+        assert_same_batches(loader, plain.make_loader(stage))
+    assert torch.equal(module.compressed_graph.to_edge_index(), data.edge_index)
+    assert module.large_arrays()["compressed"] is module.compressed_graph
+    assert module.sampling_options is None
+
+
+@pytest.mark.parametrize("options", [{"num_neighbors": [2]}, {"sampling": "labor"}, {"replace": True}])
+def test_a_system_with_its_own_sampler_has_no_options_of_neighbor_sampling(options):
+    with pytest.raises(TypeError, match=f"unknown option {min(options)}: AllNeighbors does not sample neighbors"):
+        AllNeighbors(small_data(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "phrase"),
+    [
+        (NeighborDataModule, {}, "fanouts [2], batch 8"),
+        (LinkDataModule, {"num_neighbors": [3, 1]}, "fanouts [3, 1], batch 8"),
+        (NeighborDataModule, {"inference": "full"}, "fanouts [2], batch 8, full inference"),
+        (AllNeighbors, {"num_neighbors": None}, "fanouts [-1], batch 8"),
+        (FullGraphDataModule, {}, "full graph"),
+        (FullGraphDataModule, {"inference": "full"}, "full graph, full inference"),
+    ],
+)
+def test_batches_are_described(kind, options, phrase):
+    assert build(kind, **options).describe() == phrase
+
+
+def test_dictionaries_of_the_user_stay_as_they_are():
+    options = {"num_neighbors": [1], "neg_sampling": "triplet", "shuffle": False, "batch_size": 4}
+    given = dict(options)
+    build(LinkDataModule, eval_loader_kwargs=given).batch_size = 16
+    assert given == options

@@ -128,7 +128,7 @@ def test_the_datamodule_trains_and_the_gpu_samples_the_same():
 def test_what_it_cannot_combine_is_refused():
     data = small_data()
     data.w = torch.rand(data.num_edges)
-    excluded = {"disjoint": True, "sampler": "labor", "subgraph_type": "induced", "weight_attr": "w"}
+    excluded = {"disjoint": True, "sampling": "labor", "subgraph_type": "induced", "weight_attr": "w"}
     for name, value in {**excluded, "exclude_seed_edges": True}.items():
         refuses(ValueError, f"excludes {name}", NeighborSampler, data, [2], semantics="every_hop", **{name: value})
     refuses(ValueError, "unknown semantics 'each'; choose one of", NeighborSampler, data, [2], semantics="each")

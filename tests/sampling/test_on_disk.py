@@ -480,8 +480,9 @@ def test_a_mini_batch_that_is_made_again_is_sampled_again(folder):
 
 def test_the_plan_says_what_the_memory_is_for(folder):
     module = build(load_folder(folder), memory=MEMORY)
-    assert build(load_folder(folder)).plan_disk() is None
-    said = module.plan_disk()
+    assert build(load_folder(folder)).disk_options("train") == {}
+    assert module.disk_options("train")["tables"].keys() == {"x"}
+    said = str(module.disk)
     assert said.startswith("features on disk (x.npy, 1.44 MB); of 4 MB of memory, ")
     assert "500 kB are for mini-batches sampled ahead" in said
 

@@ -156,9 +156,9 @@ def test_times_of_edges():
 def test_labor_through_the_datamodule():
     data = small_data()
     sizes = {}
-    for sampler, more in (("uniform", {}), ("labor", {}), ("labor", {"layer_dependency": True})):
-        module = NeighborDataModule(data, num_neighbors=[4, 4], batch_size=60, sampler=sampler, seed=2, **more)
-        sizes[sampler, len(more)] = sum(batch.num_nodes for batch in module.train_dataloader())
+    for sampling, more in (("uniform", {}), ("labor", {}), ("labor", {"layer_dependency": True})):
+        module = NeighborDataModule(data, num_neighbors=[4, 4], batch_size=60, sampling=sampling, seed=2, **more)
+        sizes[sampling, len(more)] = sum(batch.num_nodes for batch in module.train_dataloader())
     assert sizes["labor", 1] < sizes["labor", 0] < sizes["uniform", 0]
 
 
@@ -167,12 +167,12 @@ def test_batches_that_depend_on_each_other_have_more_nodes_in_common():
     shared = {}
     for often in (1, 16):
         module = NeighborDataModule(
-            data, num_neighbors=[3], batch_size=40, sampler="labor", batch_dependency=often, shuffle=False, seed=2
+            data, num_neighbors=[3], batch_size=40, sampling="labor", batch_dependency=often, shuffle=False, seed=2
         )
         batches = [set(batch.n_id[batch.batch_size :].tolist()) for batch in module.train_dataloader()]
         shared[often] = sum(len(a & b) for a, b in itertools.pairwise(batches))
     assert shared[16] > 1.2 * shared[1]
-    loader = PyGNodeLoader(data, NeighborSampler(data, [3], sampler="labor", batch_dependency=2), batch_size=40)
+    loader = PyGNodeLoader(data, NeighborSampler(data, [3], sampling="labor", batch_dependency=2), batch_size=40)
     with pytest.raises(ValueError, match="batch_dependency needs numbered mini-batches"):
         next(iter(loader))
 
@@ -327,7 +327,7 @@ def test_what_asks_for_nothing_is_taken_everywhere():
 
 def test_parts_of_a_mini_batch_keep_its_number():
     data = small_data(num_edges=20_000)
-    sampler = NeighborSampler(data, [3], sampler="labor", batch_dependency=32, disjoint=True)
+    sampler = NeighborSampler(data, [3], sampling="labor", batch_dependency=32, disjoint=True)
     edges = torch.randint(400, (2, 64))
     loader = LinkLoader(data, sampler, edge_label_index=edges, batch_size=32)
     picks = []

@@ -76,7 +76,7 @@ def run(cfg: DictConfig) -> None:
         measured, gpu_buffer_size = _without_gpu_route(cfg, machine is not None) if planner == "hybrid" else (cfg, None)
         datamodule, module = build_task(measured, data)
         size = f"{data.num_nodes:,} nodes, {count_edges(data):,} edges"
-        console().print(describe(cfg, module), size, sep=" · ", style="bold", highlight=False)
+        console().print(describe(cfg, datamodule, module), size, sep=" · ", style="bold", highlight=False)
         if planner == "hybrid":
             if choice is not None and choice.forecast is not None:
                 hybrid = choice.forecast()
@@ -85,8 +85,8 @@ def run(cfg: DictConfig) -> None:
             print_forecast(hybrid, console())
             hybrid.save(cfg.output_dir)
     with raise_user_errors(True, options), _restore_signal_handlers(), warnings.catch_warnings():
-        if isinstance(datamodule, MiniBatchDataModule) and (disk := datamodule.plan_disk()) is not None:
-            _say(disk)
+        if isinstance(datamodule, MiniBatchDataModule) and datamodule.disk_options("train"):
+            _say(str(datamodule.disk))
         if planner == "cpu":
             warnings.filterwarnings("ignore", "No GPU for the persistent sampler")  # each DataModule would repeat it
             make_trainer = partial(partial, build_quiet_trainer)

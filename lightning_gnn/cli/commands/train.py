@@ -84,7 +84,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         datamodule, module = build_task(cfg, data)
         trainer = build_trainer(cfg)
     # Print the heading before the first slow step.
-    title = describe(cfg, module)
+    title = describe(cfg, datamodule, module)
     if trainer.is_global_zero:
         with reporting("the heading", warn):
             size = f"{data.num_nodes:,} nodes, {count_edges(data):,} edges"

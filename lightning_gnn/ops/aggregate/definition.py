@@ -23,11 +23,11 @@ class ShardedGraph(Protocol):
     """A shard of a graph that implements its own aggregation across processes; :func:`aggregate` delegates to it."""
 
     def aggregate(self, x: Tensor, weight: Tensor | None, reduce: Reduce) -> Tensor:
-        """Compute :func:`aggregate` over the shard, with autograd. Collective: every rank must call this."""
+        """Compute :func:`aggregate` over the shard, with autograd. All ranks must call this."""
         ...
 
     def edge_softmax(self, source_scores: Tensor, target_scores: Tensor, negative_slope: float) -> Tensor:
-        """Compute :func:`~lightning_gnn.ops.edge_softmax`, with autograd. Collective: every rank must call this."""
+        """Compute :func:`~lightning_gnn.ops.edge_softmax`, with autograd. All ranks must call this."""
         ...
 
 
