@@ -102,7 +102,10 @@ def _explain_memory(error: BaseException, options: Sequence[str]) -> str:
     cause = out_of_memory_cause(error)
     if cause is None and not isinstance(error, torch.OutOfMemoryError):
         return ""
-    calls = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__) if _is_of_package(frame)]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, MemoryError) and str(error) and _is_of_package(frames[-1]):
+        return ""  # it says what is needed and what is free
+    calls = [frame.f_code.co_name for frame in frames if _is_of_package(frame)]
     where = f"out of memory in {calls[-1]}" if calls else "out of memory"
     free = "" if cause is None else f"; {free_memory()}"
     # While data is loaded, only its own settings matter.

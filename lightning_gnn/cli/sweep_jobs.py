@@ -36,7 +36,7 @@ class SweepJobs:
 
         Jobs of an earlier, interrupted sweep into the same folder are done if their overrides are equal.
         """
-        # Hydra imports its plugins anew, so that the class itself differs.
+        # Hydra imports its plugins a second time, so that the class itself differs.
         if config.hydra.sweeper._target_.rpartition(".")[2] != BasicSweeper.__name__:
             return None
         typed = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]

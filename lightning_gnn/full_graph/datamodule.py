@@ -112,9 +112,10 @@ class FullGraphDataModule(ResumableDataModule):
             "predict": (input_pred_edges, input_pred_labels),
         }
         labeled = {stage: pair for stage, pair in labeled.items() if any(value is not None for value in pair)}
-        self._user_data: weakref.ref[Data] | None = weakref.ref(data)  # has the edge_index that the batch replaces
+        given = data
         data = with_adj_t_values(data) if isinstance(data, Data) else data
         topology, masks = _check(data, inference, compress, check_features, "train" in labeled)
+        self._user_data: weakref.ref[Data] | None = weakref.ref(given)  # has the edge_index that the batch replaces
         data = copy.copy(with_feature_dtype(data, feature_dtype, check_features))  # do not modify the user's object
         self.graph = CompressedGraph.from_graph(topology) if compress else None
         self.data = _convert(data.update(masks), topology, self.graph, inference_settings(inference))
