@@ -158,6 +158,23 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def record_calls(monkeypatch):
+    """Return a function that makes ``owner.name`` record its positional arguments, as it runs, in the list returned."""
+
+    def record(owner, name):
+        calls, original = [], getattr(owner, name)
+
+        def recorded(*arguments, **options):
+            calls.append(arguments)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, recorded)
+        return calls
+
+    return record
+
+
 @pytest.fixture(autouse=True)
 def started_from_a_file(monkeypatch):
     """Let strategies start ranks from an xdist worker, although it runs by python -c."""

@@ -238,14 +238,17 @@ class CollectivePrefetcher(Prefetcher):
         window, self._window = self._window, None
         if window is not None:
             window.close()
+        self._restore_torch_threads()
+
+    def __del__(self) -> None:
+        # The workers and the window stop by themselves.
+        with suppress(AttributeError, TypeError):  # at interpreter exit, modules may be deleted already
+            self._restore_torch_threads()
+
+    def _restore_torch_threads(self) -> None:
         threads, self._torch_threads = self._torch_threads, None
         if threads is not None and torch.get_num_threads() == self._batching.torch_threads:
             torch.set_num_threads(threads)
-
-    def __del__(self) -> None:
-        with suppress(AttributeError, TypeError):  # at interpreter exit, modules may be deleted already
-            self._window = None  # stops its threads by itself, as closing it may wait for a worker
-            self.close()
 
     def _start_epoch(self, loader: PipelineLoader, epoch: int, first: int) -> None:
         batching, left = self._batching, self._find_left(first)
@@ -275,7 +278,7 @@ class CollectivePrefetcher(Prefetcher):
             self._window = loader.lookahead.begin(tasks, first, after)
         self._host = HostRoute(loader.pipeline, batching.ring if batching.num_threads else None, self._window)
         tasks, threads = loader.tasks(epoch, left[0]), self._num_threads(sizes)
-        self._workers = Workers(tasks, self._host, schedule, threads, recorder, batching.stall_timeout)
+        self._workers = Workers(tasks, self._host, schedule, threads, recorder, batching.stall_timeout, self)
 
     def _find_left(self, first: int) -> Sequence[int]:
         """Return the mini-batches left to train, ascending; raise a ValueError if the schedule cannot continue."""

@@ -31,6 +31,7 @@ class Workers:
         num_threads: int,
         recorder: Recorder,
         stall_timeout: float | None = None,  # seconds without progress until TimeoutError; None: no limit
+        owner: object = None,  # the threads end when it is collected; running jobs keep this object alive
     ) -> None:
         self.schedule = schedule
         self.host: dict[int, HostBatch] = {}  # mini-batches ready in host memory, by number
@@ -40,7 +41,7 @@ class Workers:
         self._num_threads, self._num_busy, self._stall_timeout = num_threads, 0, stall_timeout
         self._assigned: deque[int] = deque()  # to workers that have not started yet
         self._num_finished = self._num_seen = 0
-        self._pool = WorkerPool(self._claim, [THREAD_NAME], self._begin)
+        self._pool = WorkerPool(self._claim, [THREAD_NAME], self._begin, owner)
         with self._pool.lock:
             self._assign()  # before the training thread's first action
         self._pool.grow(0, num_threads)

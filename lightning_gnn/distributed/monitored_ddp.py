@@ -48,6 +48,14 @@ class MonitoredDDPStrategy(MonitoredRanks, DDPStrategy):
 
     Raises:
         TypeError, ValueError: An option is unknown, or ``stall_timeout`` is not a positive number.
+
+    Examples:
+        >>> from lightning_gnn import MonitoredDDPStrategy
+        >>> from pytorch_lightning import Trainer
+        >>> options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        >>> trainer = Trainer(strategy=MonitoredDDPStrategy(stall_timeout=60), devices=2, **options)
+        >>> trainer.world_size
+        2
     """
 
     strategy_name = "monitored_ddp"

@@ -132,7 +132,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
                 "OpenMP, which would wait for them forever; omit start_method, in notebooks too"
             )
         elif _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
-            self._launcher = NotebookLauncher(self)
+            self._launcher = NotebookLauncher(self)  # type: ignore[assignment]
         elif not (self.cluster_environment.creates_processes_externally or _can_run_again()):
             raise ValueError(
                 f"{self.num_processes} processes cannot be started from python -c, standard input or a pipe, which "
@@ -213,7 +213,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
     def on_exception(self, exception: BaseException) -> None:
         """Add the rank that died to the message, or notify the other ranks that this one failed."""
         if isinstance(self._launcher, NotebookLauncher):
-            self._launcher.restore_callbacks()
+            self._launcher.restore()
         if isinstance(exception, SIGTERMException):  # all ranks have agreed to stop
             return
         self._failed = MonitoredRanks.any_failed = True

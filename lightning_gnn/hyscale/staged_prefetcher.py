@@ -124,7 +124,11 @@ class StagedPrefetcher(Prefetcher):
         self._pipeline: StagePipeline | None = None
         if prefetch:
             self._pipeline = StagePipeline(
-                self._steps, self._thread_counts(), stall_timeout=self._settings.stall_timeout, name="hyscale"
+                self._steps,
+                self._thread_counts(),
+                stall_timeout=self._settings.stall_timeout,
+                name="hyscale",
+                owner=self,
             )
 
     def __next__(self) -> PreparedBatch:

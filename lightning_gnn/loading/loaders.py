@@ -31,6 +31,7 @@ from lightning_gnn.loading.prefetch.threads import ThreadPrefetcher
 from lightning_gnn.loading.seed_order import TrainingOrder, mini_batches, sharded_order, unwrap_order
 from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.runtime.messages import keywords_of
+from lightning_gnn.runtime.thread_pipeline import join_abandoned
 from lightning_gnn.sampling.neighbor import Output
 
 log = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class PipelineLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         # This generator starts at its first next(); Lightning calls iter() before it sets the epoch.
+        join_abandoned()  # their last jobs may still use this loader
         epoch = self.begin_epoch()
         first, batches = 0 if self.first_batch is None else self.first_batch(), list[Batch]()
         log.debug(f"{type(self).__name__}: epoch {epoch} from mini-batch {first}, {self.num_threads} worker threads")

@@ -131,7 +131,6 @@ if TYPE_CHECKING or PACKAGE == "pytorch_lightning":
     from lightning_fabric.utilities.distributed import (
         DistributedSamplerWrapper,
         _init_dist_connection,
-        _set_num_threads_if_needed,
         _sync_ddp_if_available,
     )
     from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -141,8 +140,6 @@ if TYPE_CHECKING or PACKAGE == "pytorch_lightning":
     from pytorch_lightning.accelerators import Accelerator, AcceleratorRegistry, CPUAccelerator
     from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, WeightAveraging
     from pytorch_lightning.core.optimizer import do_nothing_closure
-    from pytorch_lightning.loops.loop import _Loop
-    from pytorch_lightning.loops.progress import _BaseProgress
     from pytorch_lightning.overrides.distributed import (
         UnrepeatedDistributedSampler,
         UnrepeatedDistributedSamplerWrapper,
@@ -155,11 +152,8 @@ if TYPE_CHECKING or PACKAGE == "pytorch_lightning":
         Strategy,
         StrategyRegistry,
     )
-    from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
-    from pytorch_lightning.trainer.call import _call_and_handle_interrupt, _call_callbacks_state_dict
     from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-    from pytorch_lightning.trainer.connectors.signal_connector import _SignalConnector
     from pytorch_lightning.trainer.states import RunningStage, TrainerFn, TrainerStatus
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_info, rank_zero_only, rank_zero_warn
     from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -180,7 +174,6 @@ else:
     from lightning.fabric.utilities.distributed import (
         DistributedSamplerWrapper,
         _init_dist_connection,
-        _set_num_threads_if_needed,
         _sync_ddp_if_available,
     )
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -190,8 +183,6 @@ else:
     from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry, CPUAccelerator
     from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, WeightAveraging
     from lightning.pytorch.core.optimizer import do_nothing_closure
-    from lightning.pytorch.loops.loop import _Loop
-    from lightning.pytorch.loops.progress import _BaseProgress
     from lightning.pytorch.overrides.distributed import (
         UnrepeatedDistributedSampler,
         UnrepeatedDistributedSamplerWrapper,
@@ -204,11 +195,8 @@ else:
         Strategy,
         StrategyRegistry,
     )
-    from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
-    from lightning.pytorch.trainer.call import _call_and_handle_interrupt, _call_callbacks_state_dict
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
     from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_only, rank_zero_warn
     from lightning.pytorch.utilities.exceptions import SIGTERMException

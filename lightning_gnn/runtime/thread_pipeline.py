@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import sys
 import threading
@@ -12,6 +11,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -32,33 +32,37 @@ def one_torch_thread() -> None:
 
 
 _pools: WeakSet[WorkerPool] = WeakSet()
-_EXIT_PATIENCE_S = 10.0  # how long the interpreter's exit waits for running jobs
-# Phases of the garbage collector, "start" and "stop", the current one last. The callbacks are no Python functions, in
-# which another thread could take over: Python 3.11 cannot bear this while it builds a syntax tree.
-_phases: dict[str, object] = {}
-_phases_here = threading.local()  # the same of this thread
-gc.callbacks += [_phases.pop, _phases.setdefault, _phases_here.__setattr__]
+_abandoned: list[WorkerPool] = []  # whose owners were collected before they were closed
+_PATIENCE_S = 10.0  # how long the next epoch, or the interpreter's exit, waits for running jobs of abandoned pools
+_POLL_S = 1.0  # how often an idle thread checks whether its owner still exists
 
 
-def is_collecting_garbage() -> bool:
-    """Whether the garbage collector runs in this thread: it may call at any line, so waiting may never end."""
-    return next(reversed(_phases), "stop") == "start" and getattr(_phases_here, "start", None) is _phases.get("start")
+def join_abandoned() -> None:
+    """Wait for the running jobs of pools whose owners have been collected, for example at ``break`` in a loop."""
+    while _abandoned:
+        with suppress(IndexError):  # another thread has taken it
+            _abandoned.pop().close(_PATIENCE_S)
 
 
 @atexit.register
 def _close_pools() -> None:
     for pool in list(_pools):
-        pool.close(_EXIT_PATIENCE_S)
+        pool.close(_PATIENCE_S)
 
 
 class WorkerPool:
-    """Groups of threads that run jobs until they are stopped, a job fails, or the owner of ``claim`` is collected.
+    """Groups of threads that run jobs until they are closed, a job fails, or ``owner`` is collected.
 
     ``claim`` is called under the lock with the indices of a group and a thread; it returns a job, or None to wait.
+    ``owner`` is by default the object of this bound method, which running jobs may keep alive.
     """
 
     def __init__(
-        self, claim: Callable[[int, int], Job | None], names: Sequence[str], begin: Callable[[], object]
+        self,
+        claim: Callable[[int, int], Job | None],
+        names: Sequence[str],
+        begin: Callable[[], object],
+        owner: object = None,
     ) -> None:
         self.lock = threading.RLock()
         self.progress_condition = threading.Condition(self.lock)
@@ -71,14 +75,15 @@ class WorkerPool:
         self._busy: dict[int, str] = {}
         self._process = os.getpid()
         _pools.add(self)
-        self.stop_with(claim.__self__)  # type: ignore[attr-defined]
+        self._finalizer = weakref.finalize(claim.__self__ if owner is None else owner, self._abandon)  # type: ignore[attr-defined]
+        self._finalizer.atexit = False
 
     @property
     def can_be_joined(self) -> bool:
         """Whether the calling thread may join the threads and take the lock."""
         # Not in a forked process: the threads belong to its parent, and one may have held the lock at the fork.
         is_worker = any(threading.current_thread() in group for group in self._threads)
-        return self._process == os.getpid() and not is_worker and not is_collecting_garbage()
+        return self._process == os.getpid() and not is_worker
 
     def grow(self, group: int, num_threads: int) -> None:
         """Start threads until a group has ``num_threads``."""
@@ -107,19 +112,12 @@ class WorkerPool:
                 f"{os.getpid()} is a fork of it, which has no threads: create a new iterator there, iter(loader)"
             )
 
-    def stop_with(self, owner: object) -> None:
-        """Stop, without waiting for running jobs, when ``owner`` is collected."""
-        weakref.finalize(owner, self.stop).atexit = False
-
-    def stop(self) -> None:
-        """Let the threads end after their running jobs."""
+    def close(self, patience: float = inf) -> list[str]:
+        """Stop, wait up to ``patience`` seconds for running jobs, and return the names of threads still alive."""
+        self._finalizer.detach()
         if self._process == os.getpid():
             with self.lock:
                 self._stop()
-
-    def close(self, patience: float = inf) -> list[str]:
-        """Stop, wait up to ``patience`` seconds for running jobs, and return the names of threads still alive."""
-        self.stop()
         if not self.can_be_joined:
             return []
         threads = [thread for group in self._threads for thread in group]
@@ -137,6 +135,12 @@ class WorkerPool:
             if ident in frames
         ]
         return "\n".join(traces) or "no thread is running a job"
+
+    def _abandon(self) -> None:
+        # Takes no lock and joins no thread, as the garbage collector may run this in any thread, at any line: the
+        # thread may hold a lock for which a running job waits, or the one of ``threading`` that joining needs.
+        self.stopped = True
+        _abandoned.append(self)
 
     def _stop(self) -> None:
         self.stopped = True
@@ -168,7 +172,7 @@ class WorkerPool:
                     self._busy[ident] = threading.current_thread().name
                     return job
                 del claim
-                self._job_conditions[group].wait()
+                self._job_conditions[group].wait(_POLL_S)
         return None
 
 
@@ -199,7 +203,8 @@ class StagePipeline:
     """Ordered pipeline of stages; an item leaves a stage only when the next one has room, so a slow stage blocks.
 
     ``bound`` is the number of items in a stage in addition to one per thread, ``stall_timeout`` the seconds without
-    progress after which :meth:`take` raises, ``patience`` the seconds to wait for running jobs on closing.
+    progress after which :meth:`take` raises, ``patience`` the seconds to wait for running jobs on closing. The threads
+    end when ``owner`` is collected, by default the pipeline itself, which threads at work keep alive.
     """
 
     def __init__(
@@ -211,12 +216,13 @@ class StagePipeline:
         name: str = "lightning-gnn",
         begin: Callable[[], object] = one_torch_thread,
         patience: float = 3.0,
+        owner: object = None,
     ) -> None:
         self.stages = [list(steps) for steps in stages]
         self.patience = patience
         self.bound = bound
         self.stall_timeout = stall_timeout
-        self._pool = WorkerPool(self._claim, [f"{name}-{steps[0][0]}" for steps in self.stages], begin)
+        self._pool = WorkerPool(self._claim, [f"{name}-{steps[0][0]}" for steps in self.stages], begin, owner)
         self._jobs: list[deque[Item]] = [deque() for _ in self.stages]
         self._items: deque[Item] = deque()  # submitted and not taken
         self._entered = [0] * (len(self.stages) + 1)  # items that have entered each stage; last: items taken
@@ -295,10 +301,6 @@ class StagePipeline:
         alive = self._pool.close(self.patience if patience is None else patience)
         self._items.clear()
         return alive
-
-    def close_with(self, owner: object) -> None:
-        """Stop when ``owner`` is collected: threads at work keep the pipeline itself alive."""
-        self._pool.stop_with(owner)
 
     def _capacity_of(self, stage: int) -> int:
         return self.bound + self._num_threads[stage]

@@ -33,21 +33,24 @@ def lgnn(directory, *overrides, base=NODE, command=()):
     flags = [item for item in overrides if item.startswith("-")]
     overrides = [item for item in overrides if item not in flags]
     overrides += _drop_signals(overrides)
-    argv, sys.argv = (
-        sys.argv,
-        ["lgnn", *command, *flags, *base, f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}", *overrides],
-    )
+    folders = f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}"
+    return run_exactly(*command, *flags, *base, *folders, *overrides)[0]
+
+
+def run_exactly(*arguments):
+    """Run in this process with these arguments only; return the exit code, and the arguments that a new rank gets."""
+    argv, sys.argv = sys.argv, ["lgnn", *arguments]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
+    threads, code = torch.get_num_threads(), 0
     try:
         cli.main()
     except SystemExit as error:
-        return error.code
+        code = error.code
     finally:
-        sys.argv = argv
+        (_, *left), sys.argv = sys.argv, argv
         torch.set_num_threads(threads)
         assert {number: signal.getsignal(number) for number in handlers} == handlers
-    return 0
+    return code, left
 
 
 def _drop_signals(overrides):

@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from lightning_gnn.cli import main as cli
 from lightning_gnn.cli.commands import doctor
 from lightning_gnn.ops.aggregate import ascend_twin
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
+from tests.cli.command import run_exactly
 
 
 def index_by_name(findings):
@@ -91,9 +91,6 @@ def test_a_wrong_and_a_broken_kernel_are_named(monkeypatch, capsys):
     assert report[-1] == "3 of 5 are wrong: aggregate (max), aggregate_update, gather_rows"
 
 
-def test_it_is_a_command_of_lgnn(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["lgnn", "doctor"])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert not caught.value.code
+def test_it_is_a_command_of_lgnn(capsys):
+    assert not run_exactly("doctor")[0]
     assert "torch" in capsys.readouterr().out

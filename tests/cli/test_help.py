@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from lightning_gnn.cli.main import main
-from tests.cli.command import ROOT
+from tests.cli.command import ROOT, run_exactly
 from tests.cli.test_conf import compose_config
 from tests.patience import PATIENCE
 
@@ -31,18 +30,16 @@ def run_in_bash(script, environment):
     )  # fmt: skip
 
 
-def shown(capfd, monkeypatch, *arguments):
+def shown(capfd, *arguments):
     """Return the output of the command, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["lgnn", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert sys.argv == ["lgnn", *arguments]
+    code, left = run_exactly(*arguments)
+    assert not code
+    assert left == [*arguments]
     return capfd.readouterr().out
 
 
-def test_the_short_help_fits_a_screen_and_its_commands_compose(capfd, monkeypatch):
-    text = shown(capfd, monkeypatch, "--help")
+def test_the_short_help_fits_a_screen_and_its_commands_compose(capfd):
+    text = shown(capfd, "--help")
     assert len(text.splitlines()) < 20
     commands = re.findall(r"^  (lgnn(?: \S+)*)", text, re.MULTILINE)
     assert len(commands) == 5
@@ -55,8 +52,8 @@ def test_the_short_help_fits_a_screen_and_its_commands_compose(capfd, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["", "plan"])
-def test_the_long_help(command, capfd, monkeypatch):
-    text = shown(capfd, monkeypatch, *command.split(), "--help-all")
+def test_the_long_help(command, capfd):
+    text = shown(capfd, *command.split(), "--help-all")
     assert "Examples" in text
     assert f"usage: lgnn {command}".rstrip() in text
     assert ("model: gat, gcn, gin, hetero_sage, hgt, rgat, rgcn, sage" in text) == (command != "plan")
@@ -110,8 +107,7 @@ def test_groups_keys_and_files_are_offered(typed, offered, tmp_path, capfd, monk
     (tmp_path / "outputs/best.ckpt").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COMP_LINE", typed)
-    monkeypatch.setattr(sys, "argv", ["lgnn", "-sc", "query=bash"])
-    main()
+    run_exactly("-sc", "query=bash")
     shown = capfd.readouterr()
     assert shown.out.split() == offered.split()
     assert shown.err == ""

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import threading
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,7 @@ from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.planning.hyscale import stages
 from tests.cli.command import NODE, lgnn
+from tests.threads import list_threads
 
 SERVER = Platform(Processor(1e12, 1e11), 16, Processor(1e13, 1e12), 4, 1e10, 2e7, core_bandwidth=1e10)
 HYBRID = "strategy=hyscale"
@@ -35,9 +35,9 @@ def cache(tmp_path, monkeypatch):
 
 
 def plan(directory, *overrides, base=NODE):
-    before = set(threading.enumerate())
+    before = list_threads("lightning-gnn")
     code = lgnn(directory, *overrides, base=base, command=["plan"])
-    names = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("lightning-gnn")]
+    names = set(list_threads("lightning-gnn")) - set(before)
     assert not [name for name in names if not name.startswith("lightning-gnn-worker")]  # compiled loops keep theirs
     return code
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_gnn.cli import main as cli
 from lightning_gnn.cli.saved_run import KEY
-from tests.cli.command import NODE, lgnn, metrics_of
+from tests.cli.command import NODE, lgnn, metrics_of, run_exactly
 
 EXACT = "datamodule.num_neighbors=[-1,-1]"  # the neighbors sampled for a test depend on the epoch
 
@@ -85,10 +84,8 @@ def test_what_is_typed_wins(trained, tmp_path, capfd):
     assert "experiment=smoke makes another run than the one saved" in capfd.readouterr().out
 
 
-def test_flags_may_come_last(trained, monkeypatch, capfd):
-    typed = ["mode=test", f"ckpt_path={trained}/checkpoints/best.ckpt", "--cfg", "job"]
-    monkeypatch.setattr("sys.argv", ["lgnn", *typed])
-    cli.main()
+def test_flags_may_come_last(trained, capfd):
+    run_exactly("mode=test", f"ckpt_path={trained}/checkpoints/best.ckpt", "--cfg", "job")
     out, err = capfd.readouterr()
     assert err == ""
     assert "lightning_gnn.nn.GAT" in out

@@ -1,7 +1,6 @@
 """Collective batching with a real device: streams, page-locked memory, reads over PCIe."""
 
 import gc
-import threading
 
 import pytest
 import pytorch_lightning as pl
@@ -16,6 +15,7 @@ from lightning_gnn.runtime.timeline import Timeline
 from tests.gpu_sampling.test_datamodule import assert_same_content
 from tests.sampling.test_node_datamodule import Model, make_trainer
 from tests.sampling.test_typed import collect_contents, typed_data
+from tests.threads import list_threads
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = {"num_neighbors": [10, 5], "batch_size": 256, "seed": 3}
@@ -32,7 +32,7 @@ PLACES = [
 def nothing_left():
     yield
     gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+    assert not list_threads(THREAD_NAME)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tests.full_graph import launch
 from tests.gpu_sampling.test_datamodule import DEVICE, assert_same_content
 from tests.patience import PATIENCE
 from tests.sampling.test_node_datamodule import Model, make_trainer
+from tests.threads import list_threads
 
 pytestmark = pytest.mark.medium
 
@@ -34,12 +35,8 @@ def nothing_left():
     torch_threads = torch.get_num_threads()
     yield
     gc.collect()
-    assert not list_threads()
+    assert not list_threads(THREAD_NAME)
     assert torch.get_num_threads() == torch_threads
-
-
-def list_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
 
 
 def make_datamodule(plan=COLLECTIVE, **kwargs):
@@ -51,7 +48,7 @@ def fit_model(data, seed=5, ckpt_path=None, model=None, **kwargs):
     pl.seed_everything(seed, verbose=False)
     model = Model() if model is None else model
     make_trainer(**{"max_epochs": 2, **kwargs}).fit(model, data, ckpt_path=ckpt_path)
-    assert not list_threads()
+    assert not list_threads(THREAD_NAME)
     return model
 
 
@@ -146,7 +143,7 @@ def test_a_model_that_fails_leaves_no_thread_and_no_buffer():
     run = make_trainer()
     with pytest.raises(ValueError, match="the model failed"):
         run.fit(Failing(), data)
-    assert not list_threads()
+    assert not list_threads(THREAD_NAME)
     assert loaders[0].prefetcher.ring.num_slots == 0
 
 
@@ -173,7 +170,7 @@ def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
             fit_model(data, limit_val_batches=0)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not list_threads()
+    assert not list_threads(THREAD_NAME)
     assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 

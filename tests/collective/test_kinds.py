@@ -1,7 +1,6 @@
 """Collective batching: shared tables, and training; tests/sampling/test_same_batches.py covers mini-batches."""
 
 import gc
-import threading
 
 import pytest
 import pytorch_lightning as pl
@@ -15,6 +14,7 @@ from lightning_gnn.features import DiskFeatures, FeatureTable
 from tests.batch_checks import assert_same_batches
 from tests.batching_data import small_data
 from tests.sampling.test_typed import CITES, Typed, typed_data
+from tests.threads import list_threads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLLECTIVE = CollectivePlan("collective", 2, 1)
@@ -36,7 +36,7 @@ def nothing_left():
     """Check that no test leaves a thread."""
     yield
     gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+    assert not list_threads(THREAD_NAME)
 
 
 @pytest.mark.slow

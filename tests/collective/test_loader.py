@@ -26,6 +26,7 @@ from tests.batching_data import small_data
 from tests.collective.virtual_time import VirtualTime
 from tests.patience import PATIENCE
 from tests.sampling.test_loader import assert_same
+from tests.threads import list_threads
 
 DATA = small_data()
 SAMPLER = NeighborSampler(DATA, [4, 3])
@@ -50,13 +51,9 @@ def make_loader(plan=COLLECTIVE, num_workers=2, **kwargs):
     return NodeLoader(DATA, SAMPLER, num_workers=num_workers, prefetcher=batching, **{**SIZES, **kwargs})
 
 
-def list_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
-
-
 def assert_all_free(loader):
-    """Assert that all threads have ended and all buffers are free."""
-    assert not list_threads()
+    """Assert that all threads end and all buffers are free."""
+    assert not list_threads(THREAD_NAME)
     if loader.prefetcher.ring is not None:
         assert loader.prefetcher.ring.num_slots == len(loader.prefetcher.ring._idle) <= loader.prefetcher.ring.capacity
 
@@ -299,7 +296,7 @@ def test_an_error_does_not_wait_for_the_other_workers(monkeypatch):
     resume.set()
     for thread in left:
         thread.join(PATIENCE)
-    assert not list_threads()
+    assert not list_threads(THREAD_NAME)
 
 
 @pytest.mark.slow
@@ -309,7 +306,7 @@ def test_an_error_does_not_wait_for_the_other_workers(monkeypatch):
 def test_stopping_early_leaves_nothing_behind(plan, end, taken):
     loader = make_loader(plan)
     iterator = iter(loader)
-    assert not list_threads()
+    assert not list_threads(THREAD_NAME)
     for _ in range(taken):
         next(iterator)
     if end == "close":

@@ -16,6 +16,7 @@ from tests.full_graph.launch import run
 from tests.hyscale.test_exact import compare
 from tests.hyscale.test_resume import SaveAt, are_equal, slow_down_trainer, train
 from tests.hyscale.training import Plain, copy_state, fit, make_data, make_graph
+from tests.threads import list_threads
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +114,7 @@ def balance(rank, counts):
         fit(Plain(), make_strategy(*counts), make_collective(schedule="paper"))
     with pytest.raises(ValueError, match="a worker failed"):
         fit(Plain(), make_strategy(*counts), make_collective(plan=PLANS[2], transform=fail, thread_safe=True))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith((THREAD_NAME, "hyscale"))]
+    assert not list_threads((THREAD_NAME, "hyscale"))
     return copy_state(module), trainer.strategy.balance.mapping.seeds
 
 

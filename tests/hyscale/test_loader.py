@@ -43,13 +43,10 @@ from tests.hyscale.staging import list_steps, make_staged_loader
 from tests.hyscale.training import make_data, make_graph
 from tests.patience import PATIENCE
 from tests.refusals import refuses
+from tests.threads import list_threads
 
 CPU = torch.device("cpu")
 WEIGHTS = [[1.0, 2.0, 0.0, 4.0], [0.5, 0.5], [1.0]]
-
-
-def list_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hyscale")]
 
 
 def load(fanouts=(3, 3), **options):
@@ -91,7 +88,7 @@ def test_one_rank_with_all_seeds_has_what_the_users_loader_yields(prefetch, work
         for found, expected in zip(loader, plain, strict=True):
             assert_same(found, expected)
     assert (loader.times.batches, loader.times.nodes, loader.times.edges) == (8, plain.times.nodes, plain.times.edges)
-    assert not list_threads()
+    assert not list_threads("hyscale")
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
@@ -115,7 +112,7 @@ def test_slices_are_together_the_undivided_mini_batches_and_have_their_samples(w
                 assert torch.equal(part.x, make_graph().x[part.n_id])
         assert seeds == whole.input_id.tolist()
         assert edges == set(whole.e_id.tolist())  # the same edges for each node on all ranks
-    assert not list_threads()
+    assert not list_threads("hyscale")
 
 
 def collect_trees(batch, first=0):
@@ -183,7 +180,7 @@ def test_a_resumed_epoch_leaves_out_the_first_mini_batches(prefetch):
         assert_same(found, expected)
     assert begun == [2]
     assert [share.number for share in shares] == [2]
-    assert not list_threads()
+    assert not list_threads("hyscale")
 
 
 class LeadRecorder:
@@ -216,21 +213,21 @@ def test_no_more_is_cut_ahead_than_is_allowed(sizes, ahead):
 def test_leaving_an_epoch_early_leaves_nothing_and_the_next_one_begins_anew():
     loader = staged(load(batch_size=10))
     first = next(epoch := iter(loader))
-    assert list_threads()
+    assert list_threads("hyscale")
     assert loader.close() == []
-    assert not list_threads()
+    assert not list_threads("hyscale")
     del epoch
     found = list(loader)
     assert len(found) == 20
-    assert not list_threads()
+    assert not list_threads("hyscale")
     assert first.batch_size == found[0].batch_size == 10
     next(iterator := iter(loader))
     del iterator, loader  # without an explicit shutdown
     deadline = time.monotonic() + PATIENCE
-    while list_threads() and time.monotonic() < deadline:
+    while list_threads("hyscale") and time.monotonic() < deadline:
         gc.collect()  # a running job may hold objects in reference cycles
         time.sleep(0.01)
-    assert not list_threads()
+    assert not list_threads("hyscale")
 
 
 @pytest.mark.medium
@@ -269,7 +266,7 @@ def test_an_error_in_a_stage_is_raised_at_its_mini_batch(stage, prefetch, monkey
         found.extend(iter(made))
     assert len(found) == 4
     assert made.close() == []
-    assert not list_threads()
+    assert not list_threads("hyscale")
 
 
 @pytest.mark.medium
@@ -281,7 +278,7 @@ def test_a_stage_that_makes_no_progress_ends_the_run_and_shows_where(monkeypatch
         next(iter(made))
     gate.set()
     assert made.close() == []
-    assert not list_threads()
+    assert not list_threads("hyscale")
 
 
 class Doubles:

@@ -25,6 +25,7 @@ from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.full_graph import launch
 from tests.hyscale.staging import list_steps, make_staged_loader
 from tests.hyscale.training import Plain, copy_state, fit, make_data, make_graph
+from tests.threads import list_threads
 
 CPU = torch.device("cpu")
 TRAINERS = TrainerSet.of(1, [CPU])
@@ -89,7 +90,7 @@ def test_batches_are_those_of_the_cpu(disjoint, share, prefetch, device, monkeyp
     if prefetch and device is CPU:
         assert len(found.get("hyscale-sample_accelerator", ())) == there
         assert len(found["hyscale-sample"]) == 2 * whole - there
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hyscale")]
+    assert not list_threads("hyscale")
 
 
 def train(rank, share, record=None, replay=None, times=None):

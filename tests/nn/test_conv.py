@@ -99,13 +99,11 @@ def test_edge_weights_are_in_the_users_order(kwargs):
     assert_equal(a, b, [x, weight], lambda layer: layer(x, graph, weight), lambda layer: layer(x, edges, weight))
 
 
-def test_constant_edge_weights_are_normalised_once_and_anew_after_a_change(monkeypatch):
+def test_constant_edge_weights_are_normalised_once_and_anew_after_a_change(record_calls):
     graph = CompressedGraph.from_edge_index(EDGES, NODES)
     a, b = make_pair(GCNConv, pyg.GCNConv, (6, 4))
     weight = WEIGHT.clone()
-    calls = []
-    normalise = CompressedGraph.gcn_weight
-    monkeypatch.setattr(CompressedGraph, "gcn_weight", lambda *args, **kw: calls.append(1) or normalise(*args, **kw))
+    calls = record_calls(CompressedGraph, "gcn_weight")
     with torch.inference_mode():
         a(X, graph, weight)
     for _ in range(2):

@@ -132,12 +132,10 @@ def test_a_compiled_function_is_one_graph(reduce):
 
 
 @pytest.mark.slow
-def test_a_compiled_layer_derives_the_graph_once(monkeypatch):
+def test_a_compiled_layer_derives_the_graph_once(record_calls):
     from lightning_gnn.nn import GATConv, GCNConv, SAGEConv
 
-    derived = []
-    original = numba_rows._derive
-    monkeypatch.setattr(numba_rows, "_derive", lambda *given: derived.append(1) or original(*given))
+    derived = record_calls(numba_rows, "_derive")
     _, graph = make_small()
     for layer in (GCNConv(4, 3), SAGEConv(4, 3), SAGEConv(4, 3, aggr="max"), GATConv(4, 3, heads=2)):
         layer.double()

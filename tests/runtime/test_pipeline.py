@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from lightning_gnn.loading.prefetch import ThreadPrefetcher
-from lightning_gnn.runtime.thread_pipeline import Item, StagePipeline
+from lightning_gnn.runtime.thread_pipeline import Item, StagePipeline, join_abandoned
 from tests.patience import PATIENCE
 from tests.refusals import refuses
 
@@ -52,6 +52,30 @@ def test_dropping_the_iterator_ends_the_threads():
     gc.collect()
     for thread in threads:  # which are not waited for
         thread.join(PATIENCE)
+    assert not list_threads()
+
+
+def test_an_abandoned_epoch_is_waited_for_by_the_next_one_only():
+    gate, started = threading.Event(), threading.Event()
+
+    def prepare(task):
+        if task:
+            started.set()
+            assert gate.wait(PATIENCE)
+        return task
+
+    def begin_epoch():
+        with ThreadPrefetcher(prepare, range(9), 2) as prefetcher:
+            while True:  # `yield from` would close it
+                yield next(prefetcher)
+
+    epoch = begin_epoch()
+    assert next(epoch) == 0
+    assert started.wait(PATIENCE)
+    epoch.close()  # as the garbage collector may do, in any thread
+    assert list_threads()
+    gate.set()
+    join_abandoned()
     assert not list_threads()
 
 

@@ -53,11 +53,9 @@ def entries(cache):
     return store.entries(cache, "remote")
 
 
-def test_processes_fetch_once_and_again_after_a_change(cache, monkeypatch):
-    system, fetched = fsspec.filesystem("memory"), []
+def test_processes_fetch_once_and_again_after_a_change(cache, record_calls):
+    system, fetched = fsspec.filesystem("memory"), record_calls(MemoryFileSystem, "get")
     system.pipe({"/folder/a": b"1" * 100, "/folder/deeper/b": b"22", "/other": b"3"})
-    get = system.get
-    monkeypatch.setattr(MemoryFileSystem, "get", lambda self, *args, **more: fetched.append(args) or get(*args, **more))
     with ThreadPoolExecutor(4) as pool:
         folders = {*pool.map(cached_path, ["memory://folder", "memory://folder/", Path("memory://folder")] * 3)}
     assert len(folders) == len(fetched) == 1

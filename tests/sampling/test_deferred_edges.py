@@ -18,14 +18,9 @@ from tests.sampling.test_typed import collect_contents, typed_data
 
 
 @pytest.fixture
-def looked_up(monkeypatch):
-    """Count how often positions in the user's edge order are looked up."""
-    calls = []
-    plain = NeighborSampler.original_positions
-    monkeypatch.setattr(
-        NeighborSampler, "original_positions", lambda self, *args: calls.append(1) or plain(self, *args)
-    )
-    return calls
+def looked_up(record_calls):
+    """Record the look-ups of positions in the user's edge order."""
+    return record_calls(NeighborSampler, "original_positions")
 
 
 def make_graph():

@@ -19,6 +19,7 @@ from lightning_gnn.loading import MiniBatchPipeline
 from lightning_gnn.loading.prefetch import lookahead as prefetching
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.files import write_whole
+from lightning_gnn.runtime.thread_pipeline import join_abandoned
 from tests.batch_checks import assert_same_batches
 from tests.patience import PATIENCE
 from tests.sampling.cases import GRAPHS
@@ -221,6 +222,7 @@ def test_stopping_early_leaves_no_thread_and_lets_others_look_ahead(folder):
     first.close()
     del second
     gc.collect()
+    join_abandoned()  # as the next epoch does
     left = {thread.name for thread in threading.enumerate()} - idle
     assert all(name.startswith("lightning-gnn-disk") for name in left)  # threads of the table, which still exists
     table = find_table(loader)
@@ -331,25 +333,11 @@ def test_an_epoch_reads_as_little_as_who_knows_all_of_it(folder):
     assert table.counts.blocks <= 1.01 * optimum(trace, table.file, table.cache_rows)
 
 
-def count_draws(monkeypatch):
-    drawn, real = [], MiniBatchPipeline.sample
-    monkeypatch.setattr(
-        MiniBatchPipeline, "sample", lambda self, task: drawn.append((task.epoch, task.index)) or real(self, task)
-    )
-    return drawn
-
-
-def count_announced(monkeypatch):
-    announced, real = [], BeladyCache.announce
-    monkeypatch.setattr(BeladyCache, "announce", lambda self, rows: announced.append(rows.size) or real(self, rows))
-    return announced
-
-
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [NeighborDataModule, CollectiveDataModule])
 @pytest.mark.parametrize("between", ["nothing", "another loader", "a part of an epoch", "a leap"])
 def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_between(
-    folder, between, kind, monkeypatch
+    folder, between, kind, record_calls
 ):
     data = load_folder(folder)
     loader, plain = (
@@ -368,12 +356,13 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
             batches = iter(one)
             next(batches)
             batches.close()
+        join_abandoned()
         assert table.announced == 0
     elif between == "a leap":
         for one in (loader, plain):
             one.sampler.set_epoch(5)
     known = len(loader.lookahead._next_epoch_batches) if between == "nothing" else 0
-    announced = count_announced(monkeypatch)
+    announced = record_calls(BeladyCache, "announce")
     assert_same_batches(loader, plain)
     assert table.announced == len(loader.lookahead._next_epoch_batches)
     assert len(announced) == len(loader) - known + len(loader.lookahead._next_epoch_batches)
@@ -381,7 +370,7 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
 
 @pytest.mark.medium
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, monkeypatch):
+def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, record_calls):
     random, nodes = torch.Generator().manual_seed(0), 20_000  # an epoch reads a part of them
     data = Data(
         x=torch.randn(nodes, 60, generator=random),
@@ -398,12 +387,12 @@ def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, mon
         loader = build(data, num_workers=workers, batch_size=25, memory="9MB").train_dataloader()
         table = replace_table(loader, 1500)
         loader.is_last = (lambda epoch: True) if alone else None
-        with monkeypatch.context() as patch:
-            drawn, announced = count_draws(patch), count_announced(patch)
-            for epoch in expected:
-                for batch, n_id in zip(loader, epoch, strict=True):
-                    assert torch.equal(batch.n_id, n_id)
-                    assert torch.equal(batch.x, data.x[n_id])
+        draws, announced = record_calls(MiniBatchPipeline, "sample"), record_calls(BeladyCache, "announce")
+        for epoch in expected:
+            for batch, n_id in zip(loader, epoch, strict=True):
+                assert torch.equal(batch.n_id, n_id)
+                assert torch.equal(batch.x, data.x[n_id])
+        drawn = [(task.epoch, task.index) for _, task in draws]
         assert len(set(drawn)) == len(drawn), "each is sampled once, also if the epoch before has sampled it"
         assert len(announced) == len(drawn), "and announced once"
         blocks[alone] = table.counts.blocks
@@ -439,10 +428,10 @@ def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch
 
 
 @pytest.mark.medium
-def test_the_last_epoch_samples_no_other(folder, monkeypatch):
-    drawn = count_draws(monkeypatch)
+def test_the_last_epoch_samples_no_other(folder, record_calls):
+    drawn = record_calls(MiniBatchPipeline, "sample")
     train_state(load_folder(folder), memory=MEMORY)
-    assert {epoch for epoch, _ in drawn} == {0, 1}
+    assert {task.epoch for _, task in drawn} == {0, 1}
 
 
 @pytest.mark.medium

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.partitioned.folder import write_partition
 from tests.batch_checks import assert_same_batches, check
 from tests.sampling.cases import CASES, GRAPHS, LINK_CASES, NODE_CASES, WRITES, any_case, load_alone, make_options
+from tests.threads import list_threads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's interpreter stands in for a GPU
 COLLECTIVE = CollectivePlan("collective", 2, 1)
@@ -52,7 +52,7 @@ def nothing_left():
     """Check that no test leaves a thread of collective batching."""
     yield
     gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+    assert not list_threads(THREAD_NAME)
 
 
 WAYS = {

@@ -216,11 +216,9 @@ def test_scratch_memory_is_what_the_documentation_says(mode):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("mode", USED)
-def test_one_host_synchronisation_per_batch(mode, monkeypatch):
+def test_one_host_synchronisation_per_batch(mode, monkeypatch, record_calls):
     sampler = make_sampler(GRAPHS["random"], mode=mode)
-    reads = []
-    array = module.AsyncHostCopy.array
-    monkeypatch.setattr(module.AsyncHostCopy, "array", lambda self: (reads.append(self), array(self))[1])
+    reads = record_calls(module.AsyncHostCopy, "array")
     monkeypatch.setattr(torch.Tensor, "tolist", None)
     sampler.sample(torch.tensor([1, 2]), [3, 2, 2], 1)
     assert len(reads) == 1

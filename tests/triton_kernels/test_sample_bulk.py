@@ -73,11 +73,9 @@ def test_hot_lists_are_read_in_a_bulk_too():
 
 
 @pytest.mark.medium
-def test_one_host_synchronisation_for_all(monkeypatch):
+def test_one_host_synchronisation_for_all(monkeypatch, record_calls):
     sampler = make_sampler(GRAPHS["path"])
-    reads = []
-    array = module.AsyncHostCopy.array
-    monkeypatch.setattr(module.AsyncHostCopy, "array", lambda self: (reads.append(self), array(self))[1])
+    reads = record_calls(module.AsyncHostCopy, "array")
     monkeypatch.setattr(torch.Tensor, "tolist", None)
     sample_bulk(sampler, [torch.tensor([1]), torch.tensor([2])], [1], [1, 2])
     assert len(reads) == 1

@@ -71,10 +71,9 @@ def test_words_are_cleared_when_the_stamps_run_out():
 
 
 @pytest.mark.medium
-def test_one_host_synchronisation_per_batch(monkeypatch):
-    reads, array = [], module.AsyncHostCopy.array
+def test_one_host_synchronisation_per_batch(record_calls):
+    reads = record_calls(module.AsyncHostCopy, "array")
     narrow(GRAPH, 1)
-    monkeypatch.setattr(module.AsyncHostCopy, "array", lambda self: (reads.append(self), array(self))[1])
     sample_hetero_neighbors(GRAPH, SEEDS, [2, 1], 3, backend="triton")
     assert len(reads) == 1
 

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from typing_extensions import Self
 
 from lightning_gnn.loading.batch import PreparedBatch
-from lightning_gnn.runtime.thread_pipeline import is_collecting_garbage
 
 
 class Prefetcher(ABC):
@@ -27,6 +26,8 @@ class Prefetcher(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if not is_collecting_garbage():  # otherwise, what this object holds stops its threads by itself
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # An abandoned generator gets GeneratorExit, perhaps from the garbage collector, which may call at any line, so
+        # that waiting could last forever. What this object holds stops its threads by itself.
+        if kind is not GeneratorExit:
             self.close()

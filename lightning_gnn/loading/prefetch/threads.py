@@ -15,7 +15,7 @@ class ThreadPrefetcher(Prefetcher):
     """Yields ``prepare(task)`` for each task in order; threads prepare a bounded number of them ahead.
 
     An exception in a thread is raised at its task, with the thread's traceback. Closing or dropping the iterator
-    cancels pending tasks; closing it also joins the threads.
+    cancels pending tasks; closing it, which the last mini-batch also does, joins the threads.
 
     Args:
         prepare: Prepares a mini-batch, such as ``MiniBatchPipeline.prepare``; called from several threads.
@@ -46,9 +46,8 @@ class ThreadPrefetcher(Prefetcher):
             step: StageFunction = lambda value, task: prepare(task)  # noqa: E731
             bound = max((2 * num_threads if ahead is None else ahead) - num_threads, 0)
             self._stages = StagePipeline(
-                [[("batch", step)]], [num_threads], bound, inf, begin=lambda: None, patience=inf
+                [[("batch", step)]], [num_threads], bound, inf, begin=lambda: None, patience=inf, owner=self
             )
-            self._stages.close_with(self)
             self._items = (Item(None, task) for task in self._tasks)
             self._stages.fill(self._items)
 
@@ -58,6 +57,8 @@ class ThreadPrefetcher(Prefetcher):
                 return self._prepare(next(self._tasks))  # type: ignore[no-any-return]
             if (item := self._stages.pull(self._items)) is None:
                 raise StopIteration
+            if not self._stages.in_flight:
+                self.close()  # the threads of an epoch end with its last mini-batch
         except BaseException:
             self.close()
             raise

@@ -4,13 +4,15 @@ A worker processes a range of targets (or sources): compiled loops sum the edges
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
 from lightning_gnn.ops.aggregate.numba_rows import flatten, use_huge_pages, widen
@@ -83,86 +85,9 @@ def aggregate_update_backward(
     call: Update, grad: Tensor, aggregated: Tensor | None, result: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
     """Run :func:`reference.update_backward` on the CPU."""
-    x, weight, self_weight, _ = _detach_inputs(call)
-    groups, by_first, num_targets = call.groups, call.aggregate_first, grad.size(0)
-    by_group = [group.concatenate_weights(weight) for group in groups]
-    wants_x, wants_weight, wants_self, wants_bias = wanted
-    to_sources = wants_x or (wants_weight and not by_first)  # whether gradients are propagated along the edges
-    degrees = call.edges[0].diff().clamp_(min=1).to(x.dtype).unsqueeze(1) if call.mean else None
-    # Gradients to propagate along the edges, followed, if x was aggregated, by those of the targets' own rows.
-    table, num_rows = grad, call.edges[0].numel() - 1
-    if to_sources and by_first:
-        own_rows = 0 if self_weight is None else num_targets
-        table = use_huge_pages(x.new_empty((num_rows + own_rows, x.size(1))))
-    elif to_sources and call.mean:
-        table = use_huge_pages(torch.empty_like(grad))
-    # The gradient before ReLU and dropout is computed tile by tile, and stored only if it is read again.
-    whole = torch.empty_like(grad) if result is not None and to_sources and not by_first else None
-    parameter_grads: dict[int, list[Tensor]] = {}  # by the first row of a worker
-
-    def backward_targets(first: int, last: int) -> None:
-        grad_weights = [torch.zeros_like(weights) for weights in by_group] if wants_weight and by_first else []
-        grad_self = torch.zeros_like(self_weight) if wants_self and self_weight is not None else x.new_empty(0)
-        grad_bias = x.new_zeros((len(call.targets), grad.size(1)) if wants_bias else 0)
-        parameter_grads[first] = [grad_self, grad_bias, *grad_weights]
-        buffer = None if result is None or whole is not None else grad.new_empty((_tile_rows(x), grad.size(1)))
-        for number, (group, weights) in enumerate(zip(groups, by_group, strict=True)):
-            for tile in _tiles_of(group, first, last, x):
-                count, span, tile_grad = tile.stop - tile.start, group.rows(tile), grad[tile]
-                if result is not None:
-                    before = whole[tile] if whole is not None else buffer[:count]  # type: ignore[index]
-                    torch.ops.aten.threshold_backward.grad_input(tile_grad, result[tile], 0, grad_input=before)
-                    tile_grad = before.mul_(1.0 / (1.0 - call.p)) if call.p else before
-                if to_sources and by_first:
-                    torch.mm(tile_grad, weights, out=table[span].view(count, weights.size(1)))
-                    if self_weight is not None and group.own >= 0:
-                        own_grad = table[num_rows + tile.start : num_rows + tile.stop]
-                        torch.mm(tile_grad, self_weight[group.node_type], out=own_grad)
-                if to_sources and degrees is not None:
-                    torch.div(table[span] if by_first else tile_grad, degrees[span], out=table[span])
-                if grad_weights and aggregated is not None:
-                    grad_weights[number].addmm_(tile_grad.t(), aggregated[span].view(count, weights.size(1)))
-                if grad_self.numel() and group.own >= 0:
-                    grad_self[group.node_type].addmm_(tile_grad.t(), x[group.own_rows(tile)])
-                if wants_bias:
-                    grad_bias[group.node_type].add_(tile_grad.sum(0))
-
-    _run_ranges(backward_targets, np.arange(num_targets + 1) * _EDGES_PER_ROW, x)
-    if whole is not None:
-        grad, table = whole, table if call.mean else whole
-    grad_x = use_huge_pages(x.new_empty(x.shape if wants_x else 0))
-    source_grads: dict[int, list[Tensor]] = {}  # gradients of the weight by the first row of a worker
-    if to_sources:
-        edges = torch.ops.lightning_gnn.edges_by_source(call.edges, x.size(0))
-        rows = _SortedEdges(edges, x.dtype, False)
-
-        def backward_sources(first: int, last: int) -> None:
-            buffer = x.new_empty((0 if by_first else _tile_rows(x), table.size(1)))
-            grad_weight = x.new_zeros(0 if by_first or not wants_weight else weight.shape[1:])
-            source_grads[first] = [grad_weight]
-            for start, stop in _tiles(first, last, x):
-                tile = grad_x[start:stop] if by_first else buffer[: stop - start]
-                rows.write_sums(table, start, stop, tile)
-                if grad_weight.numel():
-                    grad_weight.addmm_(tile.t(), x[start:stop])
-                if not by_first and wants_x:
-                    torch.mm(tile, weight[0], out=grad_x[start:stop])
-                for group in groups if wants_x and self_weight is not None else ():
-                    low, high = max(start, group.own), min(stop, group.own + group.num_targets)
-                    if self_weight is None or group.own < 0 or low >= high:
-                        continue
-                    shift = group.first_target - group.own
-                    if by_first:
-                        grad_x[low:high].add_(table[num_rows + low + shift : num_rows + high + shift])
-                    else:
-                        grad_x[low:high].addmm_(grad[low + shift : high + shift], self_weight[group.node_type])
-
-        _run_ranges(backward_sources, rows.work, x)
-    grad_self, grad_bias, *group_grads = _sum_workers(parameter_grads)
-    grad_weight = split_relations(groups, group_grads, weight) if group_grads else x.new_empty(0)
-    if wants_weight and not by_first:
-        grad_weight = _sum_workers(source_grads)[0].unsqueeze(0)
-    return [grad_x, grad_weight, grad_self, grad_bias]
+    if call.aggregate_first:
+        return _AggregateFirst(call, grad, aggregated, result, wanted).run()
+    return _MultiplyFirst(call, grad, result, wanted).run()
 
 
 register("CPU", aggregate_update, aggregate_update_backward)
@@ -220,6 +145,145 @@ class _SortedEdges:
     def _blocks(self, x: Tensor, widths: tuple[int, ...]) -> np.ndarray:
         heads = 0 if self.weight is None else 1
         return kernels.blocks_of(x.size(1), x.size(1), heads, widths, True, 0)[0]
+
+
+class _Backward(ABC):
+    """A backward pass in tiles: first over the targets, then over the sources, to which the edges lead ``table``."""
+
+    table: Tensor | None  # one row per row of the sorted edges; None if no gradient is propagated along the edges
+    weights_of_targets: Sequence[Tensor] = ()  # of each group, if their gradients are sums over targets
+    whole: Tensor | None = None  # the gradient before ReLU and dropout, if it is read again; otherwise tiles of it
+
+    def __init__(self, call: Update, grad: Tensor, result: Tensor | None, wanted: list[bool]) -> None:
+        self.call, self.groups, self.grad, self.result = call, call.groups, grad, result
+        self.x, self.weight, self.self_weight, _ = _detach_inputs(call)
+        self.wants_x, self.wants_weight, self.wants_self, self.wants_bias = wanted
+        self.num_rows = call.edges[0].numel() - 1
+        self.degrees = call.edges[0].diff().clamp_(min=1).to(self.x.dtype).unsqueeze(1) if call.mean else None
+        self.target_grads: dict[int, list[Tensor]] = {}  # gradients of parameters, by the first row of a worker
+        self.source_grads: dict[int, list[Tensor]] = {}  # gradients of the weight, the same
+
+    def run(self) -> list[Tensor]:
+        """Return the gradients of x, weight, self_weight and bias, empty if not wanted."""
+        _run_ranges(self._run_targets, np.arange(self.grad.size(0) + 1) * _EDGES_PER_ROW, self.x)
+        self.grad_x = use_huge_pages(self.x.new_empty(self.x.shape if self.wants_x else 0))
+        if self.table is not None:
+            by_source = torch.ops.lightning_gnn.edges_by_source(self.call.edges, self.x.size(0))
+            self.rows = _SortedEdges(by_source, self.x.dtype, False)
+            _run_ranges(partial(self._run_sources, self.table), self.rows.work, self.x)
+        grad_self, grad_bias, *group_grads = _sum_workers(self.target_grads)
+        grad_weight = split_relations(self.groups, group_grads, self.weight) if group_grads else self.x.new_empty(0)
+        if self.source_grads:
+            grad_weight = _sum_workers(self.source_grads)[0].unsqueeze(0)
+        return [self.grad_x, grad_weight, grad_self, grad_bias]
+
+    def _run_targets(self, first: int, last: int) -> None:
+        x, grad, self_weight = self.x, self.grad, self.self_weight
+        grad_self = torch.zeros_like(self_weight) if self.wants_self and self_weight is not None else x.new_empty(0)
+        grad_bias = x.new_zeros((len(self.call.targets), grad.size(1)) if self.wants_bias else 0)
+        grad_weights = [torch.zeros_like(weights) for weights in self.weights_of_targets]
+        self.target_grads[first] = [grad_self, grad_bias, *grad_weights]
+        buffer = grad.new_empty((0 if self.result is None or self.whole is not None else _tile_rows(x), grad.size(1)))
+        for number, group in enumerate(self.groups):
+            for tile in _tiles_of(group, first, last, x):
+                tile_grad = grad[tile]
+                if self.result is not None:
+                    before = buffer[: tile.stop - tile.start] if self.whole is None else self.whole[tile]
+                    torch.ops.aten.threshold_backward.grad_input(tile_grad, self.result[tile], 0, grad_input=before)
+                    tile_grad = before.mul_(1.0 / (1.0 - self.call.p)) if self.call.p else before
+                self._run_tile(number, tile, tile_grad, grad_weights)
+                if grad_self.numel() and group.own >= 0:
+                    grad_self[group.node_type].addmm_(tile_grad.t(), x[group.own_rows(tile)])
+                if self.wants_bias:
+                    grad_bias[group.node_type].add_(tile_grad.sum(0))
+
+    def _iterate_own(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+        """Yield the node type, rows of x and targets where rows ``[start, stop)`` of x are targets' own."""
+        for group in self.groups if self.wants_x and self.self_weight is not None else ():
+            low, high = max(start, group.own), min(stop, group.own + group.num_targets)
+            if group.own >= 0 and low < high:
+                shift = group.first_target - group.own
+                yield group.node_type, slice(low, high), slice(low + shift, high + shift)
+
+    @abstractmethod
+    def _run_tile(self, number: int, tile: slice, tile_grad: Tensor, grad_weights: list[Tensor]) -> None:
+        """Fill the table, and add to the weights' gradients, for some targets of group ``number``."""
+
+    @abstractmethod
+    def _run_sources(self, table: Tensor, first: int, last: int) -> None:
+        """Sum the table's rows along the edges for a worker's rows of x."""
+
+
+class _AggregateFirst(_Backward):
+    """The table holds products with the weights, followed by those with the targets' own weights."""
+
+    def __init__(
+        self, call: Update, grad: Tensor, aggregated: Tensor | None, result: Tensor | None, wanted: list[bool]
+    ) -> None:
+        super().__init__(call, grad, result, wanted)
+        self.aggregated, self.by_group = aggregated, [group.concatenate_weights(self.weight) for group in self.groups]
+        self.weights_of_targets = self.by_group if self.wants_weight else []
+        num_own = 0 if self.self_weight is None else grad.size(0)
+        shape = (self.num_rows + num_own, self.x.size(1))
+        self.table = use_huge_pages(self.x.new_empty(shape)) if self.wants_x else None
+
+    @override
+    def _run_tile(self, number: int, tile: slice, tile_grad: Tensor, grad_weights: list[Tensor]) -> None:
+        group, weights, table = self.groups[number], self.by_group[number], self.table
+        span, shape = group.rows(tile), (tile.stop - tile.start, weights.size(1))
+        if table is not None:
+            torch.mm(tile_grad, weights, out=table[span].view(shape))
+            if self.degrees is not None:
+                table[span].div_(self.degrees[span])
+            if self.self_weight is not None and group.own >= 0:
+                own_grad = table[self.num_rows + tile.start : self.num_rows + tile.stop]
+                torch.mm(tile_grad, self.self_weight[group.node_type], out=own_grad)
+        if grad_weights:
+            assert self.aggregated is not None
+            grad_weights[number].addmm_(tile_grad.t(), self.aggregated[span].view(shape))
+
+    @override
+    def _run_sources(self, table: Tensor, first: int, last: int) -> None:
+        for start, stop in _tiles(first, last, self.x):
+            self.rows.write_sums(table, start, stop, self.grad_x[start:stop])
+            for _, sources, targets in self._iterate_own(start, stop):
+                self.grad_x[sources].add_(table[self.num_rows :][targets])
+
+
+class _MultiplyFirst(_Backward):
+    """The table holds gradients of the result; those of the weight and x follow from its sums along the edges."""
+
+    def __init__(self, call: Update, grad: Tensor, result: Tensor | None, wanted: list[bool]) -> None:
+        super().__init__(call, grad, result, wanted)
+        self.table = None
+        if self.wants_x or self.wants_weight:
+            self.whole = None if result is None else torch.empty_like(grad)
+            self.before = grad if self.whole is None else self.whole
+            self.table = use_huge_pages(torch.empty_like(grad)) if call.mean else self.before
+
+    @override
+    def _run_tile(self, number: int, tile: slice, tile_grad: Tensor, grad_weights: list[Tensor]) -> None:
+        if self.table is not None and self.degrees is not None:
+            span = self.groups[number].rows(tile)
+            torch.div(tile_grad, self.degrees[span], out=self.table[span])
+
+    @override
+    def _run_sources(self, table: Tensor, first: int, last: int) -> None:
+        x, weight, self_weight = self.x, self.weight[0], self.self_weight
+        buffer = x.new_empty((_tile_rows(x), table.size(1)))
+        grad_weight = torch.zeros_like(weight) if self.wants_weight else x.new_zeros(0)
+        if self.wants_weight:
+            self.source_grads[first] = [grad_weight]
+        for start, stop in _tiles(first, last, x):
+            sums = buffer[: stop - start]
+            self.rows.write_sums(table, start, stop, sums)
+            if self.wants_weight:
+                grad_weight.addmm_(sums.t(), x[start:stop])
+            if self.wants_x:
+                torch.mm(sums, weight, out=self.grad_x[start:stop])
+            for node_type, sources, targets in self._iterate_own(start, stop):
+                assert self_weight is not None
+                self.grad_x[sources].addmm_(self.before[targets], self_weight[node_type])
 
 
 def _sum_workers(grads: dict[int, list[Tensor]]) -> list[Tensor]:
