@@ -188,8 +188,9 @@ def test_both_ways_to_prepare_train_the_same(script):
         ("node_classification.py --epochs 6", r"test_acc\s*│?\s*(\d\.\d+)", 0.3),
         ("full_graph.py --num-nodes 5000 --epochs 20", r"racy (\S+)", 0.8),
         ("tables.py --customers 1500", r"(\d\.\d+)(?s:.*?)(\d\.\d+)", 0.05),
+        ("minimal_system.py", r"test_acc\s*│\s*(\d\.\d+)", 0.4),
     ],
-    ids=["mini-batches", "full graph", "tables"],
+    ids=["mini-batches", "full graph", "tables", "minimal system"],
 )
 def test_a_script_learns(given, score, least):
     done = run(*given.split())

@@ -70,7 +70,8 @@ class GNNModule(pl.LightningModule):
         Raises:
             TypeError, ValueError: As :func:`~lightning_gnn.nn.run_model`, which states what the model is given.
         """
-        if isinstance(batch, Data | HeteroData):
+        # A runner selects the edges of each layer itself.
+        if isinstance(batch, Data | HeteroData) and getattr(batch, "runner", None) is None:
             self._check_hops(batch)
             self._log_unfused(batch)
         return run_model(self.model, batch, self.embeddings)

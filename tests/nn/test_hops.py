@@ -1,5 +1,6 @@
 """A fanout with more or fewer hops than the model's layers is reported once, in Python and by the command."""
 
+import copy
 import warnings
 
 import pytest
@@ -71,3 +72,25 @@ def test_other_loaders_and_links():
         DATA, input_train_edges=DATA.edge_index, num_neighbors=[4], batch_size=64, neg_sampling="binary"
     )
     assert get_warnings(LinkPredictor(GraphSAGE(8, 4, 2, 3)), links)[0].startswith(FEWER)
+
+
+class Otherwise:
+    """A runner, which has another rule for edges."""
+
+    trains = True
+
+    def run(self, model, batch, embeddings=None):
+        return model(batch.x, batch.edge_index)
+
+
+def test_a_runner_selects_its_edges_itself():
+    data = copy.copy(DATA)
+    data.runner = Otherwise()
+    datamodule = NeighborDataModule(data, num_neighbors=[4], batch_size=32)
+    assert not get_warnings(NodeClassifier(GraphSAGE(8, 4, 2, 3), 3), datamodule)
+
+
+def test_exact_evaluation_before_the_first_mini_batch_hides_nothing():
+    datamodule = NeighborDataModule(DATA, num_neighbors=[4], batch_size=32, inference="full")
+    (found,) = get_warnings(NodeClassifier(GraphSAGE(8, 4, 2, 3), 3), datamodule)
+    assert found.startswith(FEWER)
