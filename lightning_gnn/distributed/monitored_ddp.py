@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_gnn.distributed.heartbeat import BLAME_GRACE_S, check_stall_timeout
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
 from lightning_gnn.runtime.devices import collective_backend, match_device
-from lightning_gnn.runtime.lightning import DDPStrategy, reset_seed
+from lightning_gnn.runtime.lightning import DDPStrategy, _StrategyRegistry, reset_seed
 from lightning_gnn.runtime.messages import keywords_of
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -72,6 +72,12 @@ class MonitoredDDPStrategy(MonitoredRanks, DDPStrategy):
     ) -> None:
         self.stall_timeout = check_stall_timeout(stall_timeout)
         super().__init__(timeout, process_group_backend, **kwargs)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register ``strategy="monitored_ddp"``."""
+        strategy_registry.register(cls.strategy_name, cls)
 
     @override
     def setup_environment(self) -> None:

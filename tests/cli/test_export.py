@@ -23,7 +23,7 @@ def test_the_program_gives_the_predictions_of_the_run(checkpoint, tmp_path, monk
     said = capfd.readouterr().out.splitlines()[-1]
     assert said.startswith("model.pt2: x [num_nodes, 8], edge_index [2, num_edges] -> [num_nodes, 3]; on a graph of")
     assert float(said.rpartition(" ")[2]) < 1e-5
-    with export_command.initialize_config_module("lightning_gnn.conf", version_base="1.3"):
+    with export_command.initialize():
         data = export_command.build_data(export_command.compose("train", overrides=NODE))
     rows = torch.export.load("model.pt2").module()(data.x, data.edge_index)
     np.testing.assert_allclose(rows.numpy(), np.load("predict/predictions.npy"), rtol=1e-4, atol=1e-5)

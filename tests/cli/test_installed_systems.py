@@ -139,7 +139,7 @@ def test_a_broken_one_is_named_and_does_no_harm(broken, capsys, tmp_path, regist
     with pytest.warns(UserWarning, match="system 'absent' of lgnn-broken: lgnn_absent:SYSTEM is left out"):
         assert [name for name, _ in systems.find_configurations()] == ["broken"]
     assert lgnn(tmp_path / "run", base=RUN) == 2
-    assert "error: Error loading 'lgnn_broken.Walks': ZeroDivisionError" in capsys.readouterr().err
+    assert "error: datamodule: Error loading 'lgnn_broken.Walks': ZeroDivisionError" in capsys.readouterr().err
 
 
 @pytest.mark.slow

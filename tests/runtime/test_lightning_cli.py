@@ -75,7 +75,7 @@ def test_every_data_module_takes_the_options_of_its_loaders(name, parts):
 def test_every_strategy_is_built(strategy):
     made = build(lightning_gnn.NeighborDataModule, {"data": DATA, "num_neighbors": [3]}, strategy).trainer.strategy
     if strategy not in ("auto", "ddp"):
-        assert type(made).__name__ in ("HyScaleStrategy", "AscendHybridParallelStrategy")
+        assert type(made).__name__ in ("HyScaleStrategy", "AscendHybridParallelStrategy", "MonitoredDDPStrategy")
 
 
 @pytest.mark.medium
