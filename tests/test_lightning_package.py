@@ -98,6 +98,10 @@ CHOSEN = "from lightning_gnn.runtime.lightning import PACKAGE\nprint(PACKAGE)\n"
 def test_the_variable_decides_where_the_script_imports_neither(tmp_path):
     assert run(tmp_path, CHOSEN).stdout.split() == ["pytorch_lightning"]
     assert run(tmp_path, CHOSEN, "lightning").stdout.split() == ["lightning.pytorch"]
+    absent = "import sys\nsys.modules['lightning'] = None\n" + CHOSEN
+    assert (
+        "LGNN_LIGHTNING=lightning is not installed: pip install lightning" in run(tmp_path, absent, "lightning").stderr
+    )
     with_import = "import lightning as L\n" + CHOSEN
     assert run(tmp_path, with_import, "pytorch_lightning").stdout.split() == ["lightning.pytorch"]
     unknown = run(tmp_path, CHOSEN, "lightening")

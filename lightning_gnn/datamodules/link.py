@@ -50,9 +50,9 @@ class LinkDataModule(MiniBatchDataModule):
         neg_sampling_ratio: Alternatively, the number of negatives per training edge (``"binary"``); 0 for none.
         filter_negatives: Draw the negatives of validation and testing again that are edges of the predicted type: in
             ``data``, or among the labeled edges of training, validation and testing (except those labeled 0). Times do
-            not matter: a pair that is an edge at any time is none of the negatives. If ``data`` is undirected, neither
+            not matter: a pair that is an edge at any time is not drawn. If ``data`` is undirected, neither
             are reversed labeled edges. Otherwise, as in PyG, negatives are pairs of nodes drawn without a look at the
-            graph, and some are edges; those of training always are.
+            graph, and some are edges. Negatives of training are always drawn that way.
         batch_size: Edges per mini-batch.
         num_workers: Number of threads that prefetch mini-batches.
         seed: Random seed; by default torch's initial seed.

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from lightning_gnn.distributed.heartbeat import BLAME_GRACE_S, check_stall_timeout
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
-from lightning_gnn.runtime.devices import collective_backend, match_device
 from lightning_gnn.runtime.lightning import DDPStrategy, _StrategyRegistry, reset_seed
 from lightning_gnn.runtime.messages import keywords_of
 
@@ -80,12 +79,6 @@ class MonitoredDDPStrategy(MonitoredRanks, DDPStrategy):
         strategy_registry.register(cls.strategy_name, cls)
 
     @override
-    def setup_environment(self) -> None:
-        """Set the current device, also for mixed precision, and connect the ranks."""
-        match_device(self.precision_plugin, self.root_device)
-        super().setup_environment()
-
-    @override
     def setup_distributed(self) -> None:
         """Connect the ranks, and start their heartbeats."""
         reset_seed()
@@ -94,12 +87,6 @@ class MonitoredDDPStrategy(MonitoredRanks, DDPStrategy):
         assert self._timeout is not None
         device_id = self.root_device if self.root_device.type == "cuda" else None
         self.join_ranks(self._process_group_backend, self.stall_timeout, self._timeout, device_id)
-
-    @override
-    def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self.root_device.type == "npu":
-            return collective_backend([self.root_device])
-        return super()._get_process_group_backend()
 
     @override
     def determine_ddp_device_ids(self) -> list[int] | None:

@@ -26,6 +26,7 @@ from lightning_gnn.distributed.exceptions import end_process, is_handling_except
 from lightning_gnn.distributed.heartbeat import MIN_RENDEZVOUS, Heartbeats
 from lightning_gnn.distributed.mixed_device_group import as_message
 from lightning_gnn.distributed.notebook_launcher import NotebookLauncher
+from lightning_gnn.runtime.devices import collective_backend, match_device
 from lightning_gnn.runtime.lightning import (
     _IS_INTERACTIVE,
     Accelerator,
@@ -140,6 +141,20 @@ class MonitoredRanks(ParallelStrategy, ABC):
             )
         else:
             super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        """Set the current device, also for mixed precision, and connect the ranks."""
+        match_device(self.precision_plugin, self.root_device)
+        super().setup_environment()
+
+    def _get_process_group_backend(self) -> str:
+        """Return the backend of collectives: on NPUs hccl by default, else DDP's."""
+        assert isinstance(self, DDPStrategy)  # which defines the attribute and the method
+        if self._process_group_backend is None and self.root_device.type == "npu":
+            return collective_backend([self.root_device])
+        backend: str = super()._get_process_group_backend()  # type: ignore[misc]
+        return backend
 
     def join_ranks(
         self, backend: str, silence: float, timeout: timedelta = MIN_RENDEZVOUS, device_id: torch.device | None = None

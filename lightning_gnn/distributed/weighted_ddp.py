@@ -30,7 +30,6 @@ from lightning_gnn.distributed.module_tree import named_parts
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary, StepSync
 from lightning_gnn.distributed.stop_on_signal import StopOnSignal
-from lightning_gnn.runtime.devices import match_device
 from lightning_gnn.runtime.lightning import STEP_OUTPUT, DDPStrategy, Strategy, TrainerFn, do_nothing_closure, pl
 
 log = logging.getLogger(__name__)
@@ -122,7 +121,6 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     def setup_environment(self) -> None:
         """Set the current device, also for mixed precision, and connect the ranks."""
         log.debug(f"{self.__class__.__name__}: setting up distributed")
-        match_device(self.precision_plugin, self.root_device)
         super().setup_environment()
 
     def _connect(self, silence: float, accelerators: Sequence[int] = ()) -> None:

@@ -96,7 +96,12 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
     rows = owners.rows(graph.rank)
     num_nodes = owners.order.numel()
     data = copy.copy(batch)
-    data.edge_index, data.runner = graph, None  # shards fit the memory of the devices
+    if getattr(batch.get("runner"), "trains", False):
+        raise ValueError(
+            f"the batch is run by {type(batch.runner).__name__}, which needs the whole graph, but each device holds "
+            "a part of it: use devices=1"
+        )
+    data.edge_index, data.runner = graph, None  # evaluated as usual: shards fit the memory of the devices
     for key, value in batch.to_dict().items():
         if key in ("edge_index", "pred_nodes"):
             continue

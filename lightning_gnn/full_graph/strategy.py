@@ -25,7 +25,6 @@ from lightning_gnn.full_graph.checks import check_norms
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
-from lightning_gnn.runtime.devices import collective_backend
 from lightning_gnn.runtime.lightning import STEP_OUTPUT, _StrategyRegistry, pl, reset_seed
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
@@ -172,12 +171,6 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
             )
         assert self._timeout is not None
         self._connect(self.stall_timeout)
-
-    @override
-    def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self.root_device.type == "npu":
-            return collective_backend([self.root_device])
-        return super()._get_process_group_backend()
 
     # -- the model
 

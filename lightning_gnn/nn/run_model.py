@@ -133,7 +133,9 @@ def _keyword_only(model: nn.Module, batch: Data | HeteroData) -> dict[str, Any]:
         if isinstance(batch, HeteroData) and name.endswith("_dict"):
             value = batch.collect(name.removesuffix("_dict"), True) or None
         else:
-            value = getattr(batch, name, None)
+            value = batch.stores[0].get(name)  # of the graph; getattr would also find methods, such as ``size``
+            if value is None and isinstance(getattr(type(batch), name, None), property):
+                value = getattr(batch, name)
         if value is not None:
             found[name] = value
         elif parameter.default is parameter.empty:

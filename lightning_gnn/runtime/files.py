@@ -18,6 +18,8 @@ from typing import IO, Any
 import psutil
 import yaml
 
+from lightning_gnn.runtime.messages import causes_of
+
 LARGEST = 1 << 17  # maximum size of a YAML document in bytes, which takes about a second to parse; ours have 2,000
 LARGEST_JSON = 1 << 26  # maximum size of a JSON document in bytes
 DISK_ADVICE = "free disk space, or write elsewhere"
@@ -71,11 +73,8 @@ def check_writable(folder: str | Path, name: str) -> None:
 def disk_full_cause(error: BaseException | None) -> OSError | None:
     """Return the error about a full disk, quota or file size that caused ``error``; None if it had another cause."""
     # torch's writer of ZIP files replaces the system's error by one of its own when it closes the file.
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
-            return error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return None
+    full = (each for each in causes_of(error) if isinstance(each, OSError) and each.errno in _DISK_FULL)
+    return next(full, None)
 
 
 def disk_full_error(path: Path, error: OSError, size: int | None = None) -> OSError:

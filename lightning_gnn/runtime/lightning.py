@@ -13,6 +13,7 @@ applies decides:
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,8 @@ def _choose_package() -> str:
             raise ValueError(
                 f"LGNN_LIGHTNING={wanted} is not a package of Lightning; use lightning or pytorch_lightning"
             )
+        if find_spec(name.partition(".")[0]) is None:
+            raise ModuleNotFoundError(f"LGNN_LIGHTNING={wanted} is not installed: pip install {wanted}", name=name)
         return name
     imported = [name for name in _PACKAGES if name in sys.modules]
     return imported[0] if imported else "pytorch_lightning"

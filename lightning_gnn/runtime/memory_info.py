@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from lightning_gnn.runtime.messages import shown
+from lightning_gnn.runtime.messages import causes_of, shown
 
 try:
     import resource
@@ -40,12 +40,11 @@ def available_bytes(device: torch.device | None = None, ranks: int = 1) -> int |
 
 def out_of_memory_cause(error: BaseException | None) -> BaseException | None:
     """Return the error about host memory that caused ``error``; None if it had another cause."""
-    while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-            return error
-        if isinstance(error, RuntimeError) and _REFUSALS.search(str(error)):
-            return error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    for each in causes_of(error):
+        if isinstance(each, MemoryError) or (isinstance(each, OSError) and each.errno == errno.ENOMEM):
+            return each
+        if isinstance(each, RuntimeError) and _REFUSALS.search(str(each)):
+            return each
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from numbers import Integral
 from typing import Any
 
@@ -51,6 +51,13 @@ def closest(name: str, names: Iterable[str], aside: bool = False) -> str:
     """Return ``"; did you mean …?"`` with the most similar name, or an empty string; ``aside``: in parentheses."""
     questions = [f"did you mean {other}?" for other in difflib.get_close_matches(name, names, n=1)]
     return "".join(f" ({question})" if aside else f"; {question}" for question in questions)
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that one, and so on, as tracebacks show them."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

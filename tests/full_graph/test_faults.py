@@ -108,6 +108,18 @@ def small_split(rank):
     return data
 
 
+class OfTheWholeGraph:
+    """A runner, which replaces the call of the model in training, too."""
+
+    trains = True
+
+
+def with_runner(rank):
+    data = small_data()
+    data.runner = OfTheWholeGraph()
+    return data
+
+
 class Normalized(SideBySide):
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -120,6 +132,7 @@ REFUSED = [
     (SideBySide, small_split, {}, "the val split has 2 nodes, but there are 3 ranks"),
     (SideBySide, same, {"num_groups": 2}, "num_groups=2 does not divide the 3 devices"),
     (SideBySide, same, {"memory_limit": 12_000}, "GB are available; use more ranks"),
+    (SideBySide, with_runner, {}, "run by OfTheWholeGraph, which needs the whole graph"),
     (Normalized, same, {}, "norm (BatchNorm1d) normalizes over all nodes"),
 ]
 

@@ -108,6 +108,18 @@ def test_what_the_batch_lacks_is_named():
     refuses(TypeError, "needs a batch of .*, but got dict", run_model, Embedded(), {"x": DATA.x})
 
 
+class Sized(nn.Module):
+    def forward(self, x, edge_index, *, size=None):
+        assert size is None
+        return x
+
+
+def test_methods_of_the_batch_are_not_passed():
+    assert run_model(Sized(), Data(x=DATA.x, edge_index=DATA.edge_index)) is DATA.x
+    with pytest.raises(AssertionError, match="3 is None"):  # but an attribute of that name is
+        run_model(Sized(), Data(x=DATA.x, edge_index=DATA.edge_index, size=3))
+
+
 class Doubling:
     """Another way to run a model, also in training."""
 
