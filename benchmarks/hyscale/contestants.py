@@ -24,8 +24,8 @@ from benchmarks.hyscale.simulated_accelerator import CLASSES, Disturbance, Paced
 from benchmarks.sampling.minibatch import make_data
 from benchmarks.scripts import serve
 from lightning_gnn.datamodules.node import NeighborDataModule
-from lightning_gnn.hyscale.performance_model import calibrate as first_mapping
-from lightning_gnn.hyscale.performance_model.workload import Platform
+from lightning_gnn.hyscale import analytic as first_mapping
+from lightning_gnn.hyscale.analytic import Platform
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.nn import GraphSAGE
 

@@ -51,9 +51,9 @@ from benchmarks.hyscale.model import (
     workload_of,
 )
 from benchmarks.scripts import Script
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
+from lightning_gnn.hyscale.analytic import PerformanceModel
+from lightning_gnn.hyscale.costs import TaskMapping
 from lightning_gnn.hyscale.resource_manager.controller import split_seeds
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.runtime.devices import num_cores
 
 SIZES = {

@@ -6,12 +6,39 @@ run. This module also defines the paper's machines and data sets (tables II and 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal
 
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.performance_model.workload import BatchSizes, DataflowKernel, Platform, Processor, Workload
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
+from lightning_gnn.hyscale.analytic import BatchSizes, PerformanceModel, Platform, Processor, Workload
+from lightning_gnn.hyscale.costs import TaskMapping
+
+
+@dataclass(frozen=True)
+class DataflowKernel(Processor):
+    """An FPGA kernel of scatter-gather PEs that feed a systolic array (section IV-C, figure 6)."""
+
+    # Edges are sorted by source: the Feature Duplicator reads each source vertex once and broadcasts it to all PEs.
+    # Rows between layers stay on the chip while they fit.
+    pes: int = 1  # ``n``: edges that are aggregated in parallel
+    frequency: float = 1.0  # hertz
+    lanes: int = 16  # numbers of a row that a PE adds per cycle; 16 are a 512-bit memory word
+    on_chip_bytes: float = inf  # memory for the rows between two layers
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.pes, self.lanes) < 1 or not (self.frequency > 0 and self.on_chip_bytes >= 0):
+            raise ValueError(f"pes, lanes and frequency must be positive, on_chip_bytes not negative: {self}")
+
+    def aggregate_time(self, workload: Workload, layer: int, sizes: BatchSizes) -> float:
+        """Return the seconds in which layer l reads each source vertex once, or not if the chip holds it."""
+        numbers = sizes.edges[layer - 1] * workload.widths[layer - 1]
+        rows = sizes.vertices[layer - 1] * workload.widths[layer - 1] * workload.feature_bytes
+        if layer > 1:  # layer l - 1 writes what does not fit, and layer l reads it
+            rows = 2 * max(0.0, rows - self.on_chip_bytes)
+        added = numbers / (self.pes * self.lanes * self.frequency)
+        return max(rows / self.memory_bandwidth, added)
+
 
 TERAFLOPS = {"EPYC 7763": 3.6, "A5000": 27.8, "U250": 0.6}
 """Table II. The U250's are multiply-accumulates: table IV has 2048 units at 300 MHz, 0.614e12 per second."""
@@ -151,7 +178,7 @@ def predicted(model: PerformanceModel, mapping: TaskMapping, prefetch: int) -> f
     sync = model.sync_time() if sum(seeds > 0 for seeds in mapping.seeds) > 1 else 0.0
     propagation = max(seconds or 0.0 for seconds in times.trainers) + sync
     stages = (load + transfer,) if prefetch == 1 else (load, transfer)
-    return max(times.sample_cpu or 0.0, propagation, model.turns_time(mapping), *stages)
+    return max(times.sample_cpu or 0.0, propagation, model.shared_core_time(mapping), *stages)
 
 
 _ANY = Workload(1, 1, 1, 1, (1,), (1, 1))

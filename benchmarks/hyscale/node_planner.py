@@ -23,12 +23,10 @@ import numpy as np
 from benchmarks.harness import compare, machine, measure, parse, publish
 from benchmarks.hyscale.node_events import JudgedNode
 from benchmarks.hyscale.sleeping_node import SleepingNode
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.performance_model.workload import Platform, Processor, Workload
-from lightning_gnn.hyscale.planner.costs import NodeCosts
+from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor, Workload
+from lightning_gnn.hyscale.costs import NodeCosts, TaskMapping
 from lightning_gnn.hyscale.planner.search import NodePlan, plan_node
 from lightning_gnn.hyscale.planner.simulate import MIN_IN_FLIGHT, simulate_iterations
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 
 SIZES = {
     "settings": (200, 4),
@@ -97,7 +95,7 @@ class Setting:
 
     def costs(self, cpu_trainers: int) -> NodeCosts:
         """Return the costs, linear around equal shares."""
-        return replace(self.model.node_costs(cpu_trainers), spread=self.spread)
+        return replace(self.model.linear_costs(cpu_trainers), spread=self.spread)
 
 
 def draw(source: random.Random) -> Setting:

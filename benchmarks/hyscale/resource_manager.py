@@ -17,8 +17,9 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 from benchmarks.harness import machine, parse
-from lightning_gnn.hyscale.resource_manager import estimates, resources
-from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
+from lightning_gnn.hyscale import costs
+from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
+from lightning_gnn.hyscale.resource_manager import resources
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
 from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
 from tests.hyscale.closed_loop import Node
@@ -193,9 +194,9 @@ WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any
     "no manager": (Static, []),
     "algorithm 1 as published": (PublishedResourceManager, []),
     "ours": (DynamicResourceManager, []),
-    "ours, times are proportional to work": (DynamicResourceManager, [(estimates, "RIDGE", 1e9)]),
-    "ours, the last 20 measurements": (DynamicResourceManager, [(estimates, "HISTORY", 20)]),
-    "ours, times of an earlier speed are kept": (DynamicResourceManager, [(estimates, "CHANGE", 1e9)]),
+    "ours, times are proportional to work": (DynamicResourceManager, [(costs, "RIDGE", 1e9)]),
+    "ours, the last 20 measurements": (DynamicResourceManager, [(costs, "HISTORY", 20)]),
+    "ours, times of an earlier speed are kept": (DynamicResourceManager, [(costs, "CHANGE", 1e9)]),
     "ours, no dead band": (DynamicResourceManager, [(resources, "DEAD_BAND", 0.0)]),
     "ours, changes are never undone": (DynamicResourceManager, [(DynamicResourceManager, "_undo", lambda *_: None)]),
 }

@@ -15,9 +15,8 @@ from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.plan import PREPARATION_STAGES, Duration, StageTimes
 from lightning_gnn.collective.simulate import draw_durations
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.planner.costs import NodeCosts
+from lightning_gnn.hyscale.costs import NodeCosts, TaskMapping
 from lightning_gnn.hyscale.planner.simulate import MIN_IN_FLIGHT
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 
 _STAGES = ("sample", "load", "dma")
 StageSeconds = Callable[[NodeCosts, TaskMapping, int], dict[str, float]]

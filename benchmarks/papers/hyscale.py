@@ -31,8 +31,8 @@ from benchmarks.hyscale.model import (
     predicted,
 )
 from benchmarks.papers.page import Cell, Page, Table, parse
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
+from lightning_gnn.hyscale.analytic import PerformanceModel
+from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
 from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
 

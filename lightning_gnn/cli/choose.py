@@ -9,7 +9,7 @@ from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.cli.assemble import build_quiet_trainer, build_task
 from lightning_gnn.cli.targets import is_a
-from lightning_gnn.hyscale.performance_model.workload import Platform
+from lightning_gnn.hyscale.analytic import Platform
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.planning.choice import AutoDataModule, Choice, Option, choose_run
 from lightning_gnn.report.console import console

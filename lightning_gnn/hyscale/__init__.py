@@ -9,7 +9,7 @@ Reading order: ``hyscale/strategy.py`` (the Lightning strategy), ``hyscale/loade
 decisions), ``resource_manager/resources.py`` (algorithm 1), ``performance_model/model.py`` (equations 5 to 13).
 """
 
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
+from lightning_gnn.hyscale.analytic import PerformanceModel
 from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 

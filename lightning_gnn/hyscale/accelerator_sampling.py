@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 
+from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
 from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, find_gpu
-from lightning_gnn.hyscale.options import PyGLoader
+from lightning_gnn.hyscale.options import PyGLoader, TrainerSet, measurements_decide, replays
+from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
 from lightning_gnn.loading.loaders import NodeLoader
 from lightning_gnn.runtime.devices import on_stream
+from lightning_gnn.runtime.files import LARGEST_JSON, read_text
+from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.sampling.neighbor import NeighborSampler, nonuniform_features
 
+SAMPLES_ON_GPU = "on ranks with a GPU, the DataModule samples and gathers all mini-batches there already"
+"""Reason why options of HyScale's own stages have no effect."""
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _EXACT_BACKENDS = (None, "numba", "reference")
 
@@ -74,3 +82,46 @@ def _copy_to_host(out: SamplerOutput) -> SamplerOutput:
     out.edge = None if out.edge is None else copy(out.edge)
     out.batch = None if out.batch is None else copy(out.batch)
     return out
+
+
+def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
+    """Return the accelerators' sampling share: the user's setting, or the largest share in a replayed log."""
+    # The result is "auto", a share, or 0 if "auto" cannot be measured.
+    if not replays(drm):
+        return 0.0 if wanted == "auto" and not measurements_decide() else wanted
+    decisions = read_decisions(read_text(drm, LARGEST_JSON).splitlines())
+    return max((decision.mapping.accelerator_sampling for decision in decisions), default=0.0)
+
+
+def find_sampling(
+    wanted: str | float,
+    loader: PyGLoader,
+    trainers: TrainerSet,
+    present: AcceleratorSampling | None = None,  # existing sampler, reused if it matches this loader
+    device: torch.device | None = None,  # the accelerator; by default the first one
+) -> AcceleratorSampling | None:
+    """Return a sampler on the accelerator, or None if accelerators do not sample."""
+    # In automatic mode, CPUs that emulate accelerators do not sample.
+    accelerators = trainers.devices[trainers.num_cpu :]
+    automatic = wanted == "auto"
+    if wanted == 0.0 or not accelerators or (automatic and any(device.type == "cpu" for device in accelerators)):
+        return None
+    # Accelerators sample only if all of them support the loader's sampler.
+    if not all(can_sample_on(loader, device) for device in accelerators):
+        if not automatic:
+            reason = f"{', '.join(map(str, accelerators))} cannot reproduce this loader's samples"
+            if isinstance(getattr(loader, "pipeline", None), DevicePipeline):
+                reason = f"{SAMPLES_ON_GPU}; to divide the sampling, use NeighborDataModule"
+            rank_zero_warn(f"accelerator_sampling={wanted} has no effect: {reason}")
+        return None
+    # Reuse an existing sampler, so that the topology is not copied to the device again.
+    if present is not None and present.sampler is loader.node_sampler:
+        return present
+    # A failure, such as out of device memory, is an error only if the user requested a share.
+    try:
+        return AcceleratorSampling(loader.node_sampler, device or accelerators[0])
+    except (RuntimeError, ValueError) as error:
+        if not automatic:
+            raise
+        rank_zero_warn(f"hyscale samples on the CPU only: {error}")
+        return None

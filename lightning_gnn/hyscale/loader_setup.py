@@ -12,7 +12,13 @@ from torch.utils.data import DataLoader
 
 from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
-from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
+from lightning_gnn.hyscale.accelerator_sampling import (
+    SAMPLES_ON_GPU,
+    AcceleratorSampling,
+    find_sampling,
+    wanted_sampling,
+)
+from lightning_gnn.hyscale.analytic import measure_sampling_share, model_of
 from lightning_gnn.hyscale.checks import check_training, find_conflict, overrides_transfer
 from lightning_gnn.hyscale.options import (
     DETERMINISTIC_MODE_WARNING,
@@ -26,16 +32,8 @@ from lightning_gnn.hyscale.options import (
     replays,
     seeds_of_iteration,
 )
-from lightning_gnn.hyscale.performance_model.calibrate import (
-    SAMPLES_ON_GPU,
-    find_sampling,
-    measure_sampling_share,
-    model_of,
-    restore_mapping,
-    wanted_sampling,
-)
 from lightning_gnn.hyscale.planner.profile import NodePlanner, collective_plan
-from lightning_gnn.hyscale.resource_manager.controller import BalanceController
+from lightning_gnn.hyscale.resource_manager.controller import BalanceController, restore_mapping
 from lightning_gnn.hyscale.sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from lightning_gnn.hyscale.analytic import Platform
 from lightning_gnn.hyscale.options import TrainerSet, measurements_decide
-from lightning_gnn.hyscale.performance_model.workload import Platform
 from lightning_gnn.hyscale.planner.search import NodePlan
 from lightning_gnn.planning.forecast import MIN_GAIN
 from lightning_gnn.planning.hyscale import HybridForecast, measure_node, options_of

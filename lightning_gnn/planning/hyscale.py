@@ -13,7 +13,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_gnn.hyscale.accelerator_sampling import find_sampling, wanted_sampling
+from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor, describe_workload, model_of
 from lightning_gnn.hyscale.checks import check_training
+from lightning_gnn.hyscale.costs import TaskMapping
 from lightning_gnn.hyscale.options import (
     HyScaleOptions,
     TrainerSet,
@@ -23,17 +26,8 @@ from lightning_gnn.hyscale.options import (
     replays,
     seeds_of_iteration,
 )
-from lightning_gnn.hyscale.performance_model.calibrate import (
-    describe_workload,
-    find_sampling,
-    model_of,
-    wanted_sampling,
-)
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
 from lightning_gnn.hyscale.planner.search import NodePlan, plan_node
 from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading.loaders import num_workers_of
@@ -98,7 +92,7 @@ class Node:
         if dtype is not None:
             model = PerformanceModel(model.platform, replace(model.workload, transfer_dtype=dtype))
         total, threads = model.workload.batch_size, self.num_threads(cpu_trainers)
-        return plan_node(model.node_costs(cpu_trainers), total, cpu_trainers, threads, gpu_buffer_size)
+        return plan_node(model.linear_costs(cpu_trainers), total, cpu_trainers, threads, gpu_buffer_size)
 
     def forecast(self, cpu_trainers: int, plan: NodePlan | None, is_hybrid: bool = True) -> HybridForecast:
         """Return the predictions for a number of CPU trainers."""
@@ -222,7 +216,7 @@ def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, flo
     # Synchronization and shared cores add to the stages above; unused stages have no time.
     found.append(("Synchronization", model.sync_time() or None, "PCIe"))
     turns = f"{_threads(sum(mapping.threads))} take turns on {platform.cores}"
-    found.append(("CPU cores", model.turns_time(mapping) or None, turns))
+    found.append(("CPU cores", model.shared_core_time(mapping) or None, turns))
     return [(name, seconds, bound) for name, seconds, bound in found if seconds is not None]
 
 

@@ -8,7 +8,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
+from lightning_gnn.hyscale.analytic import Platform, Processor
 
 T = TypeVar("T", Platform, Processor)
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -19,7 +19,7 @@ _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 def read_machine(path: str | Path) -> Platform:
-    """Read the fields of a :class:`~lightning_gnn.hyscale.performance_model.workload.Platform` from a YAML file.
+    """Read the fields of a :class:`~lightning_gnn.hyscale.analytic.Platform` from a YAML file.
 
     Raises:
         ValueError: A field is unknown, missing or not a valid number.

@@ -10,10 +10,9 @@ from omegaconf import OmegaConf
 
 from lightning_gnn.cli.commands.plan import _Profiling
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.hyscale.performance_model import calibrate
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.performance_model.workload import Platform, Processor, Workload
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
+from lightning_gnn.hyscale import analytic
+from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor, Workload
+from lightning_gnn.hyscale.costs import TaskMapping
 from lightning_gnn.planning.hyscale import stages
 from tests.cli.command import NODE, lgnn
 from tests.threads import list_threads
@@ -112,7 +111,7 @@ def test_this_machine_is_measured(tmp_path, capfd):
 
 
 def test_the_plan_is_that_of_the_performance_model(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(calibrate, "measure_platform", lambda *given: SERVER)
+    monkeypatch.setattr(analytic, "measure_platform", lambda *given: SERVER)
     options = ["trainer.strategy.threads=[1,1,1]", "+trainer.strategy.devices=[cpu,cpu,cpu,cpu]"]
     assert plan(tmp_path / "one", HYBRID, *options) == 0
     out = capfd.readouterr().out
@@ -121,7 +120,7 @@ def test_the_plan_is_that_of_the_performance_model(tmp_path, capfd, monkeypatch)
     assert state["begin"] == state["best"]
     assert "The run starts with this mapping" in out
     assert state["platform"]["pcie_bandwidth"] == 1e10
-    monkeypatch.setattr(calibrate, "measure_platform", lambda *given: replace(SERVER, accelerator_sampling=1e8))
+    monkeypatch.setattr(analytic, "measure_platform", lambda *given: replace(SERVER, accelerator_sampling=1e8))
     assert plan(tmp_path / "two", HYBRID, *options, "trainer.strategy.shares=[0.5,0.5,0,0,0]") == 0
     out = capfd.readouterr().out
     assert "The run starts with seeds cpu 32 + accelerator 32/0/0/0, threads 1/1/1, 95% sampled on accelerators" in out

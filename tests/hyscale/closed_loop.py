@@ -4,7 +4,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes
+from lightning_gnn.hyscale.costs import IterationTimes
 
 
 @dataclass

@@ -7,12 +7,9 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gnn import CSCGraph, NeighborDataModule
-from lightning_gnn.hyscale import options
+from lightning_gnn.hyscale import analytic, options
+from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor, describe_workload, measure_platform
 from lightning_gnn.hyscale.options import TrainerSet, default_threads
-from lightning_gnn.hyscale.performance_model import calibrate
-from lightning_gnn.hyscale.performance_model.calibrate import describe_workload, measure_platform
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
 from lightning_gnn.planning.hyscale import forecast, stages
 from lightning_gnn.runtime.devices import num_cores
 from tests.full_graph import launch
@@ -60,7 +57,7 @@ def test_the_edges_of_a_graph_in_csc_order_are_in_the_workload():
 
 def test_a_plan_for_one_core_and_features_in_fewer_bits(monkeypatch):
     there = Platform(Processor(1e12, 1e11), 1, Processor(1e12, 1e11), 1, 1e9, 1e6)
-    monkeypatch.setattr(calibrate, "measure_platform", lambda *given: there)
+    monkeypatch.setattr(analytic, "measure_platform", lambda *given: there)
     found = []
     for dtype in (None, "int8"):
         data, run = make_data(batch_size=1000), make_trainer(make_hybrid(1, transfer_dtype=dtype, threads=(1, 1, 1)))

@@ -13,8 +13,8 @@ import torchmetrics
 
 from lightning_gnn.distributed.mixed_device_group import MAX_SENT
 from lightning_gnn.distributed.step_sync import SIGNAL_INTERVAL
+from lightning_gnn.hyscale.costs import TaskMapping
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.cli.command import SignalAt

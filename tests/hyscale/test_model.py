@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.hyscale.model import ALVEO_U250, TERAFLOPS, cpu_gpu, paper_workload
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.performance_model.workload import BatchSizes, DataflowKernel, Platform, Processor, Workload
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
+from benchmarks.hyscale.model import ALVEO_U250, TERAFLOPS, DataflowKernel, cpu_gpu, paper_workload
+from lightning_gnn.hyscale.analytic import BatchSizes, PerformanceModel, Platform, Processor, Workload
+from lightning_gnn.hyscale.costs import TaskMapping
 
 CPU = Processor(flops=4e9, memory_bandwidth=1e9)
 GPU = Processor(flops=40e9, memory_bandwidth=20e9)
@@ -60,7 +59,7 @@ def test_features_may_travel_in_fewer_bits(dtype, row):
     topology = (2 * 8000 + 5000) * 8
     assert model.transfer_time(100) == pytest.approx((5000 * row + topology) / 0.5e9)
     mapping = TaskMapping((0, 100), 1)
-    assert model.load_time(mapping) == pytest.approx(5000 * 64 * 4 / 1e9)  # features are read unquantized
+    assert model.stage_times(mapping).load == pytest.approx(5000 * 64 * 4 / 1e9)  # features are read unquantized
     assert model.sync_time() == pytest.approx(2 * (64 * 32 + 32 * 8) * 4 / 0.5e9)
 
 
@@ -166,7 +165,7 @@ def test_scattered_rows_slow_cpu_trainers_only():
     platform = Platform(CPU, 4, scattered_bandwidth=0.1e9)
     assert PerformanceModel(platform, WORK).cpu_trainer(4, 2) == Processor(2e9, 0.05e9)
     mapping = TaskMapping((100,), 1)
-    assert PerformanceModel(platform, WORK).load_time(mapping) == pytest.approx(5000 * 64 * 4 / 1e9)
+    assert PerformanceModel(platform, WORK).stage_times(mapping).load == pytest.approx(5000 * 64 * 4 / 1e9)
 
 
 @pytest.mark.parametrize(

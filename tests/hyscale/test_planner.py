@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from benchmarks.hyscale.node_planner import MACHINES, Setting, contestants, judged
 from lightning_gnn.collective.plan import Duration, StageTimes, initial_ratio, relaxed_time
 from lightning_gnn.collective.simulate import VirtualClock
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.performance_model.workload import Workload
-from lightning_gnn.hyscale.planner.costs import NodeCosts
-from lightning_gnn.hyscale.planner.relaxation import best_fraction, candidates, lower_bound, resource_seconds
+from lightning_gnn.hyscale.analytic import PerformanceModel, Workload
+from lightning_gnn.hyscale.costs import Cost, NodeCosts, TaskMapping, busy_seconds
+from lightning_gnn.hyscale.planner.relaxation import best_fraction, candidates, lower_bound
 from lightning_gnn.hyscale.planner.search import plan_node
 from lightning_gnn.hyscale.planner.simulate import simulate_iterations
-from lightning_gnn.hyscale.resource_manager.mapping import Cost, TaskMapping
 
 TOTAL = 256
 _SEVERAL = st.integers(1, 3)
@@ -45,8 +43,8 @@ def test_the_best_fraction_is_that_of_a_grid(costs, collective, on_cpu):
     seeds = (on_cpu, *(share + (index < rest) for index in range(costs.num_accelerators)))
     threads = (1, 1, 1)
     seconds, fraction = best_fraction(costs, collective, seeds, threads)
-    assert max(resource_seconds(costs, collective, seeds, threads, fraction)) == pytest.approx(seconds)
-    grid = (max(resource_seconds(costs, collective, seeds, threads, step / 50)) for step in range(51))
+    assert max(busy_seconds(costs, collective, seeds, threads, fraction).seconds()) == pytest.approx(seconds)
+    grid = (max(busy_seconds(costs, collective, seeds, threads, step / 50).seconds()) for step in range(51))
     assert seconds <= min(grid) * (1 + 1e-9)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
+from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager, find_remedy
 
 BEGIN = TaskMapping((320, 320, 320), 1, (2, 2, 2), 0.5)

@@ -9,10 +9,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
+from lightning_gnn.hyscale import analytic as first_mapping
 from lightning_gnn.hyscale import loader_setup
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.performance_model import calibrate as first_mapping
-from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
+from lightning_gnn.hyscale.analytic import Platform, Processor
 from lightning_gnn.hyscale.resource_manager.controller import STEP_FIELDS, BalanceController
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.planning import hyscale as report

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.resource_manager.decisions import ReplayedDecisions, read_decisions
-from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager, find_remedy
 from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
 from tests.hyscale.closed_loop import Node, run

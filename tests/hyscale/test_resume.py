@@ -17,9 +17,9 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import WeightedRandomSampler
 from torch_geometric.loader import NeighborLoader
 
+from lightning_gnn.hyscale.costs import TaskMapping
 from lightning_gnn.hyscale.resource_manager.controller import STEP_FIELDS, BalanceController
 from lightning_gnn.hyscale.resource_manager.decisions import Decision, read_decisions
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading import NodeLoader
 from lightning_gnn.pyg import enable_pyg_sampling

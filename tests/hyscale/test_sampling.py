@@ -8,14 +8,13 @@ import torch
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn import LinkDataModule, PersistentSamplerDataModule
-from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, _copy_to_host, can_sample_on
-from lightning_gnn.hyscale.options import TrainerSet
-from lightning_gnn.hyscale.performance_model.calibrate import (
+from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, _copy_to_host, can_sample_on, find_sampling
+from lightning_gnn.hyscale.analytic import (
     describe_workload,
-    find_sampling,
     measure_sampling_share,
     model_of,
 )
+from lightning_gnn.hyscale.options import TrainerSet
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController, stage_row
 from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings

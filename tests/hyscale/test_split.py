@@ -4,7 +4,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.hyscale.resource_manager.mapping import Cost, split_evenly
+from lightning_gnn.hyscale.costs import Cost, split_evenly
 
 costs = st.builds(Cost, st.sampled_from([0.0, 0.5, 3.0, 20.0]), st.floats(0.05, 2.0))
 

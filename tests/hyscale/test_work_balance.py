@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_gnn.hyscale.costs import TaskMapping
 from lightning_gnn.hyscale.options import TrainerSet
 from lightning_gnn.hyscale.resource_manager.controller import STEP_FIELDS, BalanceController, StageClock, stage_row
 from lightning_gnn.hyscale.resource_manager.decisions import Decision
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare
 

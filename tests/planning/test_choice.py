@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.performance_model.workload import Workload
+from lightning_gnn.hyscale.analytic import PerformanceModel, Workload
 from lightning_gnn.hyscale.planner.search import plan_node
 from lightning_gnn.planning.choice import AutoDataModule, Option, choose
 from lightning_gnn.planning.machine import read_machine
@@ -49,7 +48,7 @@ def test_the_fastest_is_chosen_and_hyscale_must_gain(strategy, plans, expected):
 def test_the_examples_of_machines_are_planned(path):
     machine = read_machine(path)
     work = Workload(2_449_029, 123_718_280, 196_615, 1024, (15, 10, 5), (100, 256, 256, 47))
-    plan = plan_node(PerformanceModel(machine, work).node_costs(0), 1024, 0, machine.cores)
+    plan = plan_node(PerformanceModel(machine, work).linear_costs(0), 1024, 0, machine.cores)
     assert sum(plan.mapping.seeds) == 1024
     assert set(choose({0: plan}, "ddp")[1]) == {
         Option("ddp", name) for name in ("neighbor", "persistent", "collective")

@@ -10,9 +10,8 @@ from statistics import fmean
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, StageTimes
 from lightning_gnn.collective.profile import Profiler
-from lightning_gnn.hyscale.planner.costs import NodeCosts
+from lightning_gnn.hyscale.costs import Cost, NodeCosts, TaskMapping
 from lightning_gnn.hyscale.planner.search import plan_node
-from lightning_gnn.hyscale.resource_manager.mapping import Cost, TaskMapping
 
 _SIMULATED_BATCHES = 400
 
@@ -33,7 +32,7 @@ class NodePlanner:
         """The profile, once complete."""
 
     def observe(
-        self, rows: Iterable[Mapping[str, float]], mapping: TaskMapping, costs: NodeCosts | None, iteration: int
+        self, rows: Iterable[Mapping[str, float]], mapping: TaskMapping, costs: NodeCosts[Cost] | None, iteration: int
     ) -> None:
         """Add the accelerators' times of an iteration; with enough of them, start planning in a thread.
 
@@ -66,7 +65,7 @@ class NodePlanner:
 
 
 def _plan(
-    times: StageTimes, seeds: float, mapping: TaskMapping, costs: NodeCosts | None, gpu_buffer_size: int
+    times: StageTimes, seeds: float, mapping: TaskMapping, costs: NodeCosts[Cost] | None, gpu_buffer_size: int
 ) -> TaskMapping:
     """Plan from the stage times of an accelerator's mini-batches of ``seeds`` seeds."""
     if costs is None:  # MorphGL's dispatcher is the special case of one trainer with fixed seeds

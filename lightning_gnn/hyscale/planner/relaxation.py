@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from lightning_gnn.hyscale.planner.costs import NodeCosts
-from lightning_gnn.hyscale.resource_manager.mapping import Cost, TaskMapping, split_evenly
+from lightning_gnn.hyscale.costs import Cost, NodeCosts, TaskMapping, Threads, busy_seconds, split_evenly
 
-Threads = tuple[int, int, int]
 _MAX_THREAD_COUNTS = 32  # candidates for the CPU trainers' threads
 
 
@@ -29,63 +27,14 @@ class Candidate:
     fraction: float  # of their mini-batches that accelerators prepare, or sample, themselves
 
 
-def resource_seconds(
-    costs: NodeCosts, collective: bool, seeds: Sequence[int], threads: Threads | None, fraction: float
-) -> list[float]:
-    """Return the seconds for which each resource is busy in an iteration.
-
-    Args:
-        seeds: Seeds of each trainer, CPU trainers first.
-        threads: Threads of sampling, feature loading and CPU training; None: only the cores are limited.
-        fraction: Fraction of their mini-batches that accelerators prepare or sample themselves.
-    """
-    cpu = len(seeds) - costs.num_accelerators
-    on_cpu, on_accelerators = seeds[:cpu], seeds[cpu:]
-    kept = 1.0 if costs.sample_accelerator is None else 1.0 - fraction
-    kept_loading = kept if collective else 1.0
-    sampler, loader, trainer = threads or (costs.cores,) * 3
-    sampling = _total(costs.sample, on_cpu) + kept * _total(costs.sample, on_accelerators)
-
-    def loading(number: int) -> float:
-        cost = costs.load(number)
-        return _total(cost, on_cpu) + kept_loading * _total(cost, on_accelerators)
-
-    found = []
-    for cost, each in zip(costs.train, on_accelerators, strict=True):
-        step, link = cost.seconds(each) + costs.sync, costs.transfer.seconds(each)
-        sampled = 0.0 if costs.sample_accelerator is None else fraction * costs.sample_accelerator.seconds(each)
-        if collective:
-            prepared = fraction * costs.prepare_accelerator(1).seconds(each)
-            found += [step + prepared, (1 - fraction) * link + prepared]
-        elif costs.takes_turns:
-            found += [step + sampled, link]
-        else:
-            found += [step, link, sampled]
-    trained = [cost.seconds(each) for cost, each in zip(costs.train_cpu(trainer), on_cpu, strict=True)] if cpu else []
-    found += [seconds + costs.sync for seconds, each in zip(trained, on_cpu, strict=True) if each]
-    one_thread = loading(1)
-    if threads is None:
-        busy = sum(cost.seconds(each) for cost, each in zip(costs.train_cpu(1), on_cpu, strict=True)) if cpu else 0.0
-        return [*found, loading(costs.cores), (sampling + one_thread + busy) / costs.cores]
-    if collective:  # the same threads sample and load
-        workers = sampler + loader
-        found += [(sampling + one_thread) / workers, loading(workers)]
-    else:
-        found += [sampling / sampler, loading(loader)]
-    if sum(threads) > costs.cores:
-        busy = max(trained, default=0.0) * min(trainer, costs.cores)
-        found.append((sampling + loading(loader) * loader + busy) / costs.cores)
-    return found
-
-
 def best_fraction(
-    costs: NodeCosts, collective: bool, seeds: Sequence[int], threads: Threads | None
+    costs: NodeCosts[Cost], collective: bool, seeds: Sequence[int], threads: Threads | None
 ) -> tuple[float, float]:
     """Return the shortest time of an iteration in seconds, and the accelerators' fraction for it."""
-    none = resource_seconds(costs, collective, seeds, threads, 0.0)
+    none = busy_seconds(costs, collective, seeds, threads, 0.0).seconds()
     if costs.sample_accelerator is None:
         return max(none), 0.0
-    every = resource_seconds(costs, collective, seeds, threads, 1.0)
+    every = busy_seconds(costs, collective, seeds, threads, 1.0).seconds()
     if none == every:
         return max(none), 0.0
     lines = list(zip(none, (one - zero for zero, one in zip(none, every, strict=True)), strict=True))
@@ -96,7 +45,7 @@ def best_fraction(
     return min((max(start + place * slope for start, slope in lines), place) for place in places)
 
 
-def candidates(costs: NodeCosts, total: int, cpu_trainers: int, num_threads: int) -> list[Candidate]:
+def candidates(costs: NodeCosts[Cost], total: int, cpu_trainers: int, num_threads: int) -> list[Candidate]:
     """Return the best mapping for each kind of preparation and number of CPU training threads, the fastest first.
 
     Args:
@@ -124,7 +73,7 @@ def check_trainers(cpu_trainers: int, num_accelerators: int, num_threads: int) -
         raise ValueError(f"num_threads={num_threads}, but {needed}")
 
 
-def lower_bound(costs: NodeCosts, total: int, cpu_trainers: int) -> float:
+def lower_bound(costs: NodeCosts[Cost], total: int, cpu_trainers: int) -> float:
     """Return seconds that no mapping and no schedule can fall below with these costs."""
     return min(
         best_fraction(costs, collective, seeds, None)[0]
@@ -133,7 +82,9 @@ def lower_bound(costs: NodeCosts, total: int, cpu_trainers: int) -> float:
     )
 
 
-def _best_split(costs: NodeCosts, collective: bool, total: int, cpu: int, num_threads: int, trainer: int) -> Candidate:
+def _best_split(
+    costs: NodeCosts[Cost], collective: bool, total: int, cpu: int, num_threads: int, trainer: int
+) -> Candidate:
     """Return the best seeds and the best threads of sampling and feature loading for a number of training threads."""
     left = num_threads - trainer
     # The best division between sampling and feature loading hardly depends on the seeds of each trainer. Accelerators
@@ -155,7 +106,7 @@ def _best_split(costs: NodeCosts, collective: bool, total: int, cpu: int, num_th
     return min(found, key=lambda candidate: candidate.seconds)
 
 
-def best_seeds(costs: NodeCosts, collective: bool, total: int, cpu_trainers: int, threads: Threads) -> Candidate:
+def best_seeds(costs: NodeCosts[Cost], collective: bool, total: int, cpu_trainers: int, threads: Threads) -> Candidate:
     """Return the best seeds of each trainer, and the best fraction on accelerators, for numbers of threads."""
     found = []
     for seeds in _search(costs, collective, total, cpu_trainers, threads):
@@ -166,7 +117,7 @@ def best_seeds(costs: NodeCosts, collective: bool, total: int, cpu_trainers: int
 
 
 def _search(
-    costs: NodeCosts, collective: bool, total: int, cpu: int, threads: Threads | None
+    costs: NodeCosts[Cost], collective: bool, total: int, cpu: int, threads: Threads | None
 ) -> Iterator[tuple[int, ...]]:
     """Yield the trainers' seeds without CPU trainers, and those of the best share of CPU trainers."""
     by_thread = costs.train_cpu(costs.cores if threads is None else threads[2]) if cpu else ()
@@ -190,7 +141,3 @@ def _search(
         low, high = (low, middle) if here <= there else (middle + 1, high)
     if cpu:
         yield from (split(min(max(1, each), total)) for each in (low - step, low, low + step))
-
-
-def _total(cost: Cost, seeds: Sequence[int]) -> float:
-    return sum(cost.seconds(each) for each in seeds)

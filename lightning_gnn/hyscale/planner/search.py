@@ -8,7 +8,7 @@ from math import ceil
 
 from lightning_gnn.collective.dispatcher import HOST_PER_WORKER, MIN_GAIN, Dispatcher
 from lightning_gnn.collective.plan import Duration, StageTimes
-from lightning_gnn.hyscale.planner.costs import NodeCosts
+from lightning_gnn.hyscale.costs import Cost, NodeCosts, TaskMapping, split_evenly
 from lightning_gnn.hyscale.planner.relaxation import (
     Candidate,
     candidates,
@@ -16,7 +16,6 @@ from lightning_gnn.hyscale.planner.relaxation import (
     lower_bound,
 )
 from lightning_gnn.hyscale.planner.simulate import simulate_iterations
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping, split_evenly
 
 _ITERATIONS, _FINAL_ITERATIONS = 80, 600  # simulated iterations of a trial, and of a finalist
 _STARTS = 2  # starts of the local search for each kind of preparation
@@ -42,7 +41,7 @@ class NodePlan:
 
 
 def plan_node(
-    costs: NodeCosts,
+    costs: NodeCosts[Cost],
     total: int,
     cpu_trainers: int,
     num_threads: int,
@@ -89,7 +88,9 @@ def plan_node(
     return NodePlan(best, final[best], lower_bound(costs, total, cpu_trainers), alone, seconds, search.trials)
 
 
-def _alone(costs: NodeCosts, total: int, cpu: int, num_threads: int, gpu_buffer_size: int) -> dict[str, TaskMapping]:
+def _alone(
+    costs: NodeCosts[Cost], total: int, cpu: int, num_threads: int, gpu_buffer_size: int
+) -> dict[str, TaskMapping]:
     """Return the plans of collective batching alone, and of each processor alone for the preparation."""
     if not costs.can_gather:
         return {}
@@ -108,7 +109,7 @@ def _alone(costs: NodeCosts, total: int, cpu: int, num_threads: int, gpu_buffer_
     }
 
 
-def stage_times(costs: NodeCosts, mapping: TaskMapping, gpu_buffer_size: int) -> StageTimes:
+def stage_times(costs: NodeCosts[Cost], mapping: TaskMapping, gpu_buffer_size: int) -> StageTimes:
     """Return the stage times of collective batching on one accelerator under a mapping."""
     seeds = max(mapping.seeds[mapping.cpu_trainers :])
     workers = max(1, sum(mapping.threads[:2]) // costs.num_accelerators)
@@ -125,7 +126,7 @@ def stage_times(costs: NodeCosts, mapping: TaskMapping, gpu_buffer_size: int) ->
     return StageTimes(**durations, cpu_workers=workers)
 
 
-def _start(costs: NodeCosts, candidate: Candidate, gpu_buffer_size: int) -> Iterator[TaskMapping]:
+def _start(costs: NodeCosts[Cost], candidate: Candidate, gpu_buffer_size: int) -> Iterator[TaskMapping]:
     """Yield a candidate's mapping, for collective batching with buffers for one and for many in a row."""
     mapping, fraction = candidate.mapping, candidate.fraction
     if not candidate.collective:
@@ -146,7 +147,7 @@ def _start(costs: NodeCosts, candidate: Candidate, gpu_buffer_size: int) -> Iter
 class _LocalSearch:
     """Tries neighbors of a mapping in the simulation as long as one is faster."""
 
-    def __init__(self, costs: NodeCosts, gpu_buffer_size: int) -> None:
+    def __init__(self, costs: NodeCosts[Cost], gpu_buffer_size: int) -> None:
         self.costs, self.gpu_buffer_size = costs, gpu_buffer_size
         self._seconds: dict[TaskMapping, float] = {}
 

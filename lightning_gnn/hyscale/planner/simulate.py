@@ -16,9 +16,7 @@ import numpy as np
 from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.simulate import MIN_DURATION_FRACTION, VirtualClock
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.planner.costs import NodeCosts
-from lightning_gnn.hyscale.planner.relaxation import resource_seconds
-from lightning_gnn.hyscale.resource_manager.mapping import Cost, TaskMapping
+from lightning_gnn.hyscale.costs import Cost, NodeCosts, TaskMapping, busy_seconds
 
 MIN_IN_FLIGHT = 6  # mini-batches in HyScale-GNN's stages, at least; otherwise one for each thread of the node
 _BUSY = 0.85  # fraction of all cores' time from which threads that take turns wait for each other
@@ -34,7 +32,9 @@ class Clock(Protocol):
         """Advance until the next mini-batch is trained."""
 
 
-def simulate_iterations(costs: NodeCosts, mapping: TaskMapping, iterations: int, seed: int | None = None) -> float:
+def simulate_iterations(
+    costs: NodeCosts[Cost], mapping: TaskMapping, iterations: int, seed: int | None = None
+) -> float:
     """Simulate a node under a mapping, and return the seconds of an iteration once the pipelines are full.
 
     Args:
@@ -43,7 +43,7 @@ def simulate_iterations(costs: NodeCosts, mapping: TaskMapping, iterations: int,
     seconds, fraction = _simulate(costs, mapping, iterations, seed, 1.0)
     # Threads cannot do more than keep all cores busy. Workers of collective batching, which prepare ahead whenever they
     # can, also keep others waiting if there are more threads than cores.
-    busy = resource_seconds(costs, mapping.buffers is not None, mapping.seeds, None, fraction)[-1] / seconds
+    busy = busy_seconds(costs, mapping.buffers is not None, mapping.seeds, None, fraction).cores / seconds
     waiting = 0.0
     if mapping.buffers is not None:
         active = [index for index, number in enumerate(mapping.seeds) if number]
@@ -54,7 +54,7 @@ def simulate_iterations(costs: NodeCosts, mapping: TaskMapping, iterations: int,
 
 
 def _simulate(
-    costs: NodeCosts, mapping: TaskMapping, iterations: int, seed: int | None, slowdown: float
+    costs: NodeCosts[Cost], mapping: TaskMapping, iterations: int, seed: int | None, slowdown: float
 ) -> tuple[float, float]:
     """Return the seconds of an iteration, and the fraction of their mini-batches that accelerators prepare.
 
@@ -80,13 +80,13 @@ def _simulate(
     return (end - start) / (iterations - first), fraction
 
 
-def _train_cost(costs: NodeCosts, mapping: TaskMapping, index: int) -> Cost:
+def _train_cost(costs: NodeCosts[Cost], mapping: TaskMapping, index: int) -> Cost:
     cpu = mapping.cpu_trainers
     return costs.train_cpu(mapping.threads[2])[index] if index < cpu else costs.train[index - cpu]
 
 
 def _make_clock(
-    costs: NodeCosts, mapping: TaskMapping, index: int, iterations: int, seed: int | None, slowdown: float
+    costs: NodeCosts[Cost], mapping: TaskMapping, index: int, iterations: int, seed: int | None, slowdown: float
 ) -> Clock:
     """Return the clock of a trainer, CPU trainers first."""
     seeds, is_cpu = mapping.seeds[index], index < mapping.cpu_trainers

@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_gnn.collective.plan import PREPARATION_STAGES, StageTimes
-from lightning_gnn.hyscale.options import TrainerSet, is_adaptive, replays
-from lightning_gnn.hyscale.performance_model.calibrate import InitialMapping
+from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
+from lightning_gnn.hyscale.options import TrainerSet, is_adaptive, replays, validate_shares
 from lightning_gnn.hyscale.planner.profile import NodePlanner
 from lightning_gnn.hyscale.resource_manager.decisions import Decision, ReplayedDecisions, read_decisions
-from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
 from lightning_gnn.hyscale.resource_manager.resources import MIN_SAMPLING_SHARE, DynamicResourceManager
 from lightning_gnn.hyscale.sharded_loader import split_seeds
@@ -46,6 +45,53 @@ def stage_row(share: BatchShare | None, train: float = 0.0, iteration: float = -
     # A training thread that prepares the mini-batches on its GPU cannot train meanwhile.
     train += sum(share.seconds.get(name, 0.0) for name in ("prepare", "gpu_batching", "uva"))
     return [float(share.seeds), on_accelerator, *stages, train, iteration, *collective]
+
+
+@dataclass(frozen=True)
+class InitialMapping:
+    """Initial mapping of a run, saved in checkpoints; a resumed run reuses it instead of measuring again."""
+
+    shares: tuple[float, ...]  # per trainer, CPU trainers first; unlike a TaskMapping's, not rounded to seeds
+    cpu_trainers: int
+    total: int  # seeds of the node in a full iteration
+    threads: tuple[int, int, int]  # CPU threads of Sampling, Feature Loading and the CPU trainers
+    accelerator_sampling: float = 0.0  # fraction of the sampling done by accelerators; 0 if unsupported
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the mapping as plain lists and numbers."""
+        return {**asdict(self), "shares": list(self.shares), "threads": list(self.threads)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any], trainers: TrainerSet, total: int) -> InitialMapping:
+        """Restore a mapping from :meth:`to_dict`; raise ValueError if it is for other trainers or seeds."""
+        sampling, loading, training = map(int, state["threads"])
+        shares = validate_shares(state["shares"])
+        saved = (len(shares), int(state["cpu_trainers"]), int(state["total"]))
+        if saved != (len(trainers.devices), trainers.num_cpu, total):
+            raise ValueError(
+                f"it is for {saved[0]} trainers, {saved[1]} on the CPU, and {saved[2]} seeds, but this run has "
+                f"{len(trainers.devices)}, {trainers.num_cpu} and {total}"
+            )
+        share = float(state["accelerator_sampling"])
+        return cls(tuple(shares), saved[1], total, (sampling, loading, training), share)
+
+    def threads_of(self, threads: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the saved threads, or ``threads`` if the totals differ because machine or loader changed."""
+        least = 2 + self.cpu_trainers
+        return self.threads if max(sum(self.threads), least) == max(sum(threads), least) else threads
+
+
+def restore_mapping(
+    state: dict[str, Any], trainers: TrainerSet, total: int
+) -> tuple[InitialMapping | None, dict[str, Any]]:
+    """Return a checkpoint's initial mapping, None if missing or not applicable, and the still applicable state."""
+    if "first" not in state:
+        return None, state
+    try:
+        return InitialMapping.from_dict(state["first"], trainers, total), state
+    except (KeyError, TypeError, ValueError) as error:
+        rank_zero_warn(f"hyscale rebalances: the saved mapping does not fit ({type(error).__name__}: {error})")
+        return None, {}
 
 
 class StageClock:

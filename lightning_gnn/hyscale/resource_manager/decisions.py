@@ -8,16 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, Stage, TaskMapping
+from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
 from lightning_gnn.runtime.files import read_json
-
-STAGE_NAMES: dict[Stage, str] = {
-    "sample_cpu": "Sampling on the CPU",
-    "sample_accelerator": "Sampling on accelerators",
-    "load": "Feature Loading",
-    "train_cpu": "training on the CPU",
-    "accelerator": "transfer to and training on accelerators",
-}
 
 
 @dataclass(frozen=True)

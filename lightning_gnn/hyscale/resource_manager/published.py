@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from lightning_gnn.hyscale.resource_manager.decisions import STAGE_NAMES, Decision, Recorder, describe_change, format_ms
-from lightning_gnn.hyscale.resource_manager.mapping import CPU_TASKS, STAGES, IterationTimes, Stage, TaskMapping
+from lightning_gnn.hyscale.costs import CPU_TASKS, STAGE_NAMES, STAGES, IterationTimes, Stage, TaskMapping
+from lightning_gnn.hyscale.resource_manager.decisions import Decision, Recorder, describe_change, format_ms
 from lightning_gnn.hyscale.resource_manager.resources import MIN_SAMPLING_SHARE
 
 STEP_FRACTION = 1 / 32

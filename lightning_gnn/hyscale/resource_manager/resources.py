@@ -10,16 +10,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import sqrt
 from statistics import median
 from typing import Any, NamedTuple
 
-from lightning_gnn.hyscale.planner.costs import FREE, NodeCosts
-from lightning_gnn.hyscale.planner.relaxation import best_seeds, candidates, resource_seconds
-from lightning_gnn.hyscale.resource_manager.decisions import STAGE_NAMES, Decision, Recorder, describe_change, format_ms
-from lightning_gnn.hyscale.resource_manager.estimates import Estimate, Measurements
-from lightning_gnn.hyscale.resource_manager.mapping import Cost, IterationTimes, TaskMapping
+from lightning_gnn.hyscale.costs import (
+    STAGE_NAMES,
+    UNMEASURED,
+    Cost,
+    IterationTimes,
+    Measurements,
+    NodeCosts,
+    TaskMapping,
+    iteration,
+    stages,
+)
+from lightning_gnn.hyscale.planner.relaxation import best_seeds, candidates
+from lightning_gnn.hyscale.resource_manager.decisions import Decision, Recorder, describe_change, format_ms
 
 MIN_SAMPLING_SHARE = 0.01
 """Minimum sampling share of the CPU and of the accelerators while the sampling is balanced."""
@@ -31,40 +40,29 @@ MIN_HYBRID_GAIN = 0.03
 """Minimum relative gain of an iteration's time for which the CPU trainers are kept."""
 LEFT_OUT_INTERVAL = 8
 """Iterations between measurements once the CPU trainers are left out."""
-_UNMEASURED = Cost(1e6, 1.0)
-"""Cost of a trainer that has not been measured: it gets no seeds."""
 _ADVICE = "(in further runs, cpu_trainers=0 also saves their processes)"
 
 
-def measured_costs(now: Estimate) -> NodeCosts:
-    """Return the costs of a node as estimated from its last iterations."""
-    mapping, times = now.mapping, now.times
-    sampler, loader, trainer = mapping.threads
-    total, cpu = mapping.total, mapping.cpu_trainers
-    share = 0.0 if mapping.buffers is not None else mapping.accelerator_sampling
-    costs = [_UNMEASURED if cost is None else cost for cost in now.costs]
-    load = Cost(0.0, (times.load or 0.0) * loader / total)
-    on_accelerator = None
-    if share and times.sample_accelerator:
-        count = len(mapping.seeds) - cpu
-        on_accelerator = Cost(0.0, times.sample_accelerator * count / (share * total))
-    return NodeCosts(
-        cores=sum(mapping.threads),  # the threads are what there is to distribute
-        sample=Cost(0.0, (times.sample_cpu or 0.0) * sampler / total / (1 - share if share < 1 else 1.0)),
-        load=lambda threads: load.scaled(1 / threads),
-        train_cpu=lambda threads: tuple(cost.scaled(trainer / threads) for cost in costs[:cpu]),
-        train=tuple(costs[cpu:]),
-        transfer=Cost(0.0, times.transfer / max((1, *mapping.seeds[cpu:]))) if times.transfer else FREE,
-        sample_accelerator=on_accelerator,
-        takes_turns=False,  # the measured steps of an accelerator include the time that its sampling costs them
-    )
+@dataclass(frozen=True)
+class Estimate:
+    """What the last iterations show under a mapping."""
+
+    mapping: TaskMapping
+    costs: NodeCosts[Cost]
+    count: int  # measurements under this mapping of the task with the fewest
+
+    @cached_property
+    def times(self) -> IterationTimes:
+        """Estimated stage times."""
+        return stages(self.costs, self.mapping)
 
 
 def replan(now: Estimate, keeps_threads: bool = False, cpu_trains: bool = True) -> tuple[TaskMapping, float, float]:
     """Return the best mapping for the estimated costs, its seconds per iteration, and those of the current one."""
-    mapping = now.mapping
+    mapping, costs = now.mapping, now.costs
     total, cpu = mapping.total, mapping.cpu_trainers
-    costs = measured_costs(now if cpu_trains else replace(now, costs=(*(None,) * cpu, *now.costs[cpu:])))
+    if not cpu_trains:
+        costs = replace(costs, train_cpu=lambda threads: (UNMEASURED,) * cpu)
     if keeps_threads:
         found = best_seeds(costs, False, total, cpu, mapping.threads)
     else:
@@ -72,9 +70,8 @@ def replan(now: Estimate, keeps_threads: bool = False, cpu_trains: bool = True) 
     share = mapping.accelerator_sampling if mapping.buffers is not None else found.mapping.accelerator_sampling
     if costs.sample_accelerator is not None:  # a side without measurements could not be balanced
         share = min(max(share, MIN_SAMPLING_SHARE), 1 - MIN_SAMPLING_SHARE)
-    current = max(resource_seconds(costs, False, mapping.seeds, mapping.threads, mapping.accelerator_fraction))
     target = replace(found.mapping, accelerator_sampling=share, buffers=mapping.buffers)
-    return target, found.seconds, current
+    return target, found.seconds, iteration(costs, mapping)
 
 
 class _Move(NamedTuple):
@@ -104,7 +101,7 @@ class DynamicResourceManager(Recorder):
         super().__init__(mapping)
         self._in_flight: deque[TaskMapping] = deque([mapping] * (lag + 1), lag + 1)
         self._measured = Measurements()
-        self._last: IterationTimes | None = None
+        self._is_measured = False
         self._act_from = 0
         self._move: _Move | None = None
         self._seconds = deque[float](maxlen=TRIAL), deque[float](maxlen=TRIAL)  # before and after the last change
@@ -128,12 +125,12 @@ class DynamicResourceManager(Recorder):
         if self.leaves_out_cpu and self._number % LEFT_OUT_INTERVAL != 1:  # the first is measured
             return self._hold("CPU trainers are left out, and planning would slow the accelerators down")
         reason = self._add_measurement(times, old)
-        if isinstance(reason, str):
+        if reason is not None:
             return self._hold(reason)
         if times.iteration is not None and times.seeds in (None, old.seeds):
             self._add_iteration(times.iteration, old)
         previous = self._move and self._move.previous
-        decision = self._decide(reason)
+        decision = self._decide()
         if decision.changed:
             self._in_flight[-1] = decision.mapping
             self._act_from = self._number + len(self._in_flight)
@@ -147,9 +144,9 @@ class DynamicResourceManager(Recorder):
         """Whether CPU trainers get no seeds any more: they began without, so have no times, or the trial was lost."""
         return self._cpu_pays is False
 
-    def costs(self) -> NodeCosts | None:
+    def costs(self) -> NodeCosts[Cost] | None:
         """Return the costs that the last iterations show; None before any."""
-        return None if self._last is None else measured_costs(self._measured.estimate(self.mapping, self._last))
+        return self._measured.costs(self.mapping) if self._is_measured else None
 
     def adopt(self, mapping: TaskMapping) -> Decision:
         """Change to a mapping that was planned from a profile, and return the decision."""
@@ -161,8 +158,8 @@ class DynamicResourceManager(Recorder):
         self._cpu_pays = None if 0 < mapping.cpu_trainers < len(mapping.seeds) else True
         return self._change(mapping, "plan", cause)
 
-    def _add_measurement(self, times: IterationTimes, mapping: TaskMapping) -> str | IterationTimes:
-        """Add a measurement and return it, or return the reason why it is ignored."""
+    def _add_measurement(self, times: IterationTimes, mapping: TaskMapping) -> str | None:
+        """Add a measurement, or return the reason why it is ignored."""
         mapping.check(times)
         if times.seeds is not None and times.seeds != mapping.seeds:
             total, measured = mapping.total, sum(times.seeds)
@@ -174,8 +171,8 @@ class DynamicResourceManager(Recorder):
             if num_seeds and not seconds:
                 return f"trainer {index} has seeds but no measured time: ignored"
         self._measured.add(mapping, times)
-        self._last = times
-        return times
+        self._is_measured = True
+        return None
 
     def _add_iteration(self, seconds: float, mapping: TaskMapping) -> None:
         """Add the time of an iteration with the mapping before or after the last change."""
@@ -186,13 +183,13 @@ class DynamicResourceManager(Recorder):
         elif self._move is not None and mapping == self._move.previous:  # is still in the pipeline after the change
             self._seconds[0].append(seconds)
 
-    def _decide(self, last: IterationTimes) -> Decision:
+    def _decide(self) -> Decision:
         is_timed = any(self._seconds)
         if self.log[-1].action == "take_out":
             return self._end_trial()
         if self._number < self._act_from:
             return self._hold(f"wait {self._act_from - self._number} more until the last change takes effect")
-        now = self._measured.estimate(self.mapping, last)
+        now = Estimate(self.mapping, self._measured.costs(self.mapping), self._measured.count(self.mapping))
         if not now.count:
             return self._hold("not every task of this mapping has been measured")
         before, after = self._seconds
@@ -207,12 +204,13 @@ class DynamicResourceManager(Recorder):
         is_tried = self._cpu_pays is not None or not self.mapping.cpu_seeds
         if not is_tried and len(after) == TRIAL:
             return self._begin_trial(now)
-        slowest = max(now.stages, key=now.stages.__getitem__)
-        cause = f"{STAGE_NAMES[slowest]} is the slowest stage, {format_ms(now.bottleneck)}"
+        seconds = now.times.stages()
+        slowest = max(seconds, key=seconds.__getitem__)
+        cause = f"{STAGE_NAMES[slowest]} is the slowest stage, {format_ms(now.times.bottleneck)}"
         threshold = DEAD_BAND / sqrt(now.count)
         # Planning takes milliseconds: only where twice as many measurements, or other times, can change its result.
         count, earlier = self._planned_with
-        times = [each or 0.0 for each in (*now.stages.values(), *now.times.trainers)]
+        times = [each or 0.0 for each in (*seconds.values(), *now.times.trainers)]
         if now.count < 2 * count and _are_equal(times, earlier, threshold):
             return self._hold(f"{cause}; planned for it already")
         until, undone_with = self._blocked
@@ -226,7 +224,7 @@ class DynamicResourceManager(Recorder):
         if target == self.mapping or predicted >= (1 - threshold) * current:
             return self._hold(f"{cause}; no change would shorten it by {threshold:.1%}")
         if self._move is None:  # judged; otherwise both changes are judged together
-            self._move = _Move(self.mapping, now.bottleneck, times)
+            self._move = _Move(self.mapping, now.times.bottleneck, times)
         self._planned_with = 0, []
         action = "balance_work" if target.threads == self.mapping.threads else "balance_thread"
         change = f"{describe_change(now.mapping, target)}, predicted {format_ms(predicted)}"
@@ -235,7 +233,7 @@ class DynamicResourceManager(Recorder):
     def _begin_trial(self, now: Estimate) -> Decision:
         """Take the CPU trainers out, since no stage time shows whether they pay."""
         target, _, _ = replan(now, cpu_trains=False)
-        self._move, self._planned_with = _Move(self.mapping, now.bottleneck, []), (0, [])
+        self._move, self._planned_with = _Move(self.mapping, now.times.bottleneck, []), (0, [])
         return self._change(target, "take_out", f"a trial; {describe_change(self.mapping, target)}")
 
     def _end_trial(self) -> Decision:
@@ -265,7 +263,7 @@ class DynamicResourceManager(Recorder):
         before, after = (median(list(each)[1:] or [0.0]) for each in self._seconds)
         margin = DEAD_BAND / sqrt(TRIAL - 1)  # of medians of noisy times
         if not before or not after:
-            before, after, margin = move.seconds, now.bottleneck, 0.0
+            before, after, margin = move.seconds, now.times.bottleneck, 0.0
             if move.previous.threads == self.mapping.threads:
                 return None
         is_trial = move.previous.cpu_seeds == 0 < self.mapping.cpu_seeds
