@@ -201,8 +201,7 @@ private:
     __aicore__ inline void PutNan()
     {
         const int32_t count = static_cast<int32_t>(lanes);
-        const uint32_t bits = 0x7FC00000U;
-        const float nan = *reinterpret_cast<const float*>(&bits);
+        const float nan = FloatOf(0x7FC00000U);
         LocalTensor<float> known = out[room], numbers = out[2 * room];
         LocalTensor<uint8_t> mask = maskBuffer.Get<uint8_t>();
         PipeBarrier<PIPE_V>();

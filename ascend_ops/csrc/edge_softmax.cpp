@@ -17,7 +17,7 @@ public:
                                 GM_ADDR alpha, const RowsTiling& t)
     {
         tiling = t;
-        slope = *reinterpret_cast<float*>(&tiling.slopeBits);
+        slope = FloatOf(tiling.slopeBits);
         verticesGm.SetGlobalBuffer((__gm__ int32_t*)vertices);
         planGm.SetGlobalBuffer((__gm__ int32_t*)plan);
         alphaGm.SetGlobalBuffer((__gm__ float*)alpha);

@@ -35,6 +35,16 @@ __aicore__ inline void LoadTiling(Tiling& tiling, GM_ADDR address)
     }
 }
 
+// The float with these bits. A cast of the pointer would break the aliasing rule: compilers may read it before the write.
+__aicore__ inline float FloatOf(uint32_t bits)
+{
+    union {
+        uint32_t bits;
+        float value;
+    } both = {bits};
+    return both.value;
+}
+
 // Queues order only the two pipes of their positions; everything else is ordered by hand.
 template <AscendC::HardEvent event>
 __aicore__ inline void Sync()

@@ -221,14 +221,14 @@ def noted(strategy: HyScaleStrategy, iterations: int) -> dict[str, Any]:
     for stage in ("train_cpu", "train_accelerator"):
         if seconds := [times[stage][0] for times in last if times[stage] and times[stage][0]]:
             stages[stage] = median(seconds)
-    shares = [share / sum(balance.shares) for share in balance.shares]
+    shares = list(balance.current.shares)
     seeds = list(mode(tuple(times["seeds"]) for times in last)) if last else None
     return {
         "stages": stages,
         "first_shares": list(balance.first.shares),
         "shares": shares,
         "seeds": seeds,
-        "threads": list(balance.threads),
+        "threads": list(balance.current.threads),
         "decisions": [] if balance.manager is None else [str(decision) for decision in balance.manager.log],
     }
 

@@ -52,8 +52,7 @@ from benchmarks.hyscale.model import (
 )
 from benchmarks.scripts import Script
 from lightning_gnn.hyscale.analytic import PerformanceModel
-from lightning_gnn.hyscale.costs import TaskMapping
-from lightning_gnn.hyscale.resource_manager.controller import split_seeds
+from lightning_gnn.hyscale.costs import TaskMapping, split_seeds
 from lightning_gnn.runtime.devices import num_cores
 
 SIZES = {

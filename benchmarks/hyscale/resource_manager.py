@@ -17,11 +17,9 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 from benchmarks.harness import machine, parse
-from lightning_gnn.hyscale import costs
+from lightning_gnn.hyscale import costs, drm
 from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
-from lightning_gnn.hyscale.resource_manager import resources
-from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
-from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
+from lightning_gnn.hyscale.drm import DynamicResourceManager, PublishedResourceManager
 from tests.hyscale.closed_loop import Node
 
 BATCH, LAG, NOISE = 1024, 2, 0.1
@@ -166,7 +164,7 @@ def excess(make: Callable[[TaskMapping], Manager], scenario: Scenario, iteration
     calm = replace(scenario.node, source=source)
     begin = scenario.begin
     manager = make(begin)
-    in_flight, mapping = deque([begin] * (LAG + 1)), begin
+    in_flight, mapping = deque([manager.mapping] * (LAG + 1)), manager.mapping
     spent = ideal = 0.0
     for part in range(3):
         node = replace(scenario.change(calm), source=source) if scenario.change and part == 1 else calm
@@ -197,7 +195,7 @@ WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any
     "ours, times are proportional to work": (DynamicResourceManager, [(costs, "RIDGE", 1e9)]),
     "ours, the last 20 measurements": (DynamicResourceManager, [(costs, "HISTORY", 20)]),
     "ours, times of an earlier speed are kept": (DynamicResourceManager, [(costs, "CHANGE", 1e9)]),
-    "ours, no dead band": (DynamicResourceManager, [(resources, "DEAD_BAND", 0.0)]),
+    "ours, no dead band": (DynamicResourceManager, [(drm, "DEAD_BAND", 0.0)]),
     "ours, changes are never undone": (DynamicResourceManager, [(DynamicResourceManager, "_undo", lambda *_: None)]),
 }
 """The managers, with the functions that each replaces."""

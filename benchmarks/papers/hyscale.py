@@ -33,8 +33,7 @@ from benchmarks.hyscale.model import (
 from benchmarks.papers.page import Cell, Page, Table, parse
 from lightning_gnn.hyscale.analytic import PerformanceModel
 from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
-from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
-from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
+from lightning_gnn.hyscale.drm import DynamicResourceManager, PublishedResourceManager
 
 Kind = Literal["gcn", "sage"]
 Place = tuple[str, Kind]

@@ -10,7 +10,7 @@ decisions), ``resource_manager/resources.py`` (algorithm 1), ``performance_model
 """
 
 from lightning_gnn.hyscale.analytic import PerformanceModel
-from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
+from lightning_gnn.hyscale.drm import DynamicResourceManager
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 
 __all__ = [

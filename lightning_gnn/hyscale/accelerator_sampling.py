@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 
 from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
 from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, find_gpu
-from lightning_gnn.hyscale.options import PyGLoader, TrainerSet, measurements_decide, replays
-from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
+from lightning_gnn.hyscale.options import PyGLoader, TrainerSet
 from lightning_gnn.loading.loaders import NodeLoader
 from lightning_gnn.runtime.devices import on_stream
-from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.sampling.neighbor import NeighborSampler, nonuniform_features
 
@@ -82,15 +78,6 @@ def _copy_to_host(out: SamplerOutput) -> SamplerOutput:
     out.edge = None if out.edge is None else copy(out.edge)
     out.batch = None if out.batch is None else copy(out.batch)
     return out
-
-
-def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
-    """Return the accelerators' sampling share: the user's setting, or the largest share in a replayed log."""
-    # The result is "auto", a share, or 0 if "auto" cannot be measured.
-    if not replays(drm):
-        return 0.0 if wanted == "auto" and not measurements_decide() else wanted
-    decisions = read_decisions(read_text(drm, LARGEST_JSON).splitlines())
-    return max((decision.mapping.accelerator_sampling for decision in decisions), default=0.0)
 
 
 def find_sampling(

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import compress
+from itertools import compress, pairwise
 from math import inf
 from statistics import median
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -101,6 +101,17 @@ class TaskMapping:
         seeds = self.accelerator_seeds
         return min(1.0, self.accelerator_sampling * self.total / seeds) if seeds else 0.0
 
+    def sampled_fraction(self, trainer: int) -> float:
+        """Return the fraction of its own mini-batches that a trainer's accelerator samples."""
+        return self.accelerator_fraction if trainer >= self.cpu_trainers and self.buffers is None else 0.0
+
+    def without_cpu(self) -> TaskMapping:
+        """Return the mapping with all seeds on the accelerators."""
+        accelerators = self.seeds[self.cpu_trainers :]
+        ranges = split_seeds(self.total, accelerators if any(accelerators) else [1] * len(accelerators))
+        seeds = (*(0,) * self.cpu_trainers, *(stop - start for start, stop in ranges))
+        return replace(self, seeds=seeds)
+
     def rank_threads(self, trainer: int, uses_threads: Sequence[bool] | None = None) -> tuple[int, int, int]:
         """Return a trainer's threads for sampling and feature loading, in proportion to its work, and for training."""
         kept = 1.0 if self.buffers is None else 1.0 - self.accelerator_fraction
@@ -137,12 +148,19 @@ class TaskMapping:
         """Whether accelerators sample for HyScale-GNN's stages; collective batching decides itself."""
         return self.accelerator_sampling > 0 and self.buffers is None
 
+    def check_same_trainers(self, other: TaskMapping) -> None:
+        """Raise ValueError if this saved mapping has another total or other trainers."""
+        found, expected = ((len(each.seeds), each.cpu_trainers, each.total) for each in (self, other))
+        if found != expected:
+            raise ValueError(
+                f"it is for {found[0]} trainers, {found[1]} on the CPU, and {found[2]} seeds, but this run has "
+                f"{expected[0]}, {expected[1]} and {expected[2]}"
+            )
+
     def check_same_work(self, saved: TaskMapping) -> None:
         """Raise ValueError if a saved mapping has other totals, trainers or sampling devices."""
-        found, expected = (
-            (each.total, each.cpu_trainers, len(each.seeds), sum(each.threads), each.samples_on_accelerators)
-            for each in (saved, self)
-        )
+        saved.check_same_trainers(self)
+        found, expected = ((sum(each.threads), each.samples_on_accelerators) for each in (saved, self))
         if found != expected:
             raise ValueError(f"the saved state is for {saved}, which does not fit {self}")
 
@@ -428,6 +446,24 @@ def _busy_under(costs: NodeCosts[Any], mapping: TaskMapping) -> Busy:
     """Return the seconds for which each resource is busy under a mapping."""
     collective = mapping.buffers is not None and costs.can_gather
     return busy_seconds(costs, collective, mapping.seeds, mapping.threads, mapping.accelerator_fraction)
+
+
+def split_seeds(num_seeds: int, weights: Sequence[float]) -> list[tuple[int, int]]:
+    """Split seeds into consecutive ``(start, stop)`` ranges with sizes proportional to the weights."""
+    # Integer weights that sum to num_seeds are matched exactly. Every nonzero weight gets a seed if enough exist.
+    total_weight = sum(weights)
+    cuts, cumulative = [0], 0.0
+    for weight in weights:
+        cumulative += weight
+        cuts.append(min(num_seeds, int(num_seeds * cumulative / total_weight + 0.5)))
+    cuts[-1] = num_seeds
+    sizes = [stop - start for start, stop in pairwise(cuts)]
+    for index, weight in enumerate(weights):
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        if weight and not sizes[index] and sizes[largest] > 1:
+            sizes[index], sizes[largest] = 1, sizes[largest] - 1
+    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
 
 def split_evenly(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:

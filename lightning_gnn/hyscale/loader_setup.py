@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from lightning_gnn.hyscale.accelerator_sampling import (
     SAMPLES_ON_GPU,
     AcceleratorSampling,
     find_sampling,
-    wanted_sampling,
 )
 from lightning_gnn.hyscale.analytic import measure_sampling_share, model_of
 from lightning_gnn.hyscale.checks import check_training, find_conflict, overrides_transfer
+from lightning_gnn.hyscale.costs import TaskMapping, Threads, split_seeds
+from lightning_gnn.hyscale.drm import BalanceController, wanted_sampling
 from lightning_gnn.hyscale.options import (
     DETERMINISTIC_MODE_WARNING,
+    NOMINAL_SEEDS,
     HyScaleOptions,
     PyGLoader,
     TrainerSet,
@@ -33,7 +36,6 @@ from lightning_gnn.hyscale.options import (
     seeds_of_iteration,
 )
 from lightning_gnn.hyscale.planner.profile import NodePlanner, collective_plan
-from lightning_gnn.hyscale.resource_manager.controller import BalanceController, restore_mapping
 from lightning_gnn.hyscale.sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,
@@ -41,7 +43,6 @@ from lightning_gnn.hyscale.sharded_loader import (
     find_collective_batching,
     find_stream_prefetching,
     is_shardable,
-    split_seeds,
 )
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare, PipelineSettings, StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
@@ -78,6 +79,17 @@ class RankInfo:
     def node_slice(self, num_seeds: int) -> tuple[int, int]:
         """Return the start and stop of this node's equal slice of an iteration's seeds."""
         return num_seeds * self.node // self.num_nodes, num_seeds * (self.node + 1) // self.num_nodes
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank contributes to the plan of its node."""
+
+    mapping: TaskMapping | None  # the node's initial mapping; None except on its first rank
+    state: dict[str, Any]  # of the checkpoint, as far as it still applies; only that of the first rank counts
+    most_ahead: int  # mini-batches that the rank's own prefetching has in flight at most
+    on_stream: bool  # whether its GPU prepares its mini-batches, without CPU threads
+    profile: tuple[int, int] | None  # buffer size and measurements of collective batching, if it is to be planned
 
 
 class HyScaleLoaders:
@@ -166,7 +178,7 @@ class HyScaleLoaders:
             self._sampling = find_sampling(wanted, dataloader, info.trainers, present, info.device)
         # Shares: unchanged if training continues with another loader of equally large mini-batches.
         start, stop = info.node_slice(seeds_of_iteration(dataloader))
-        if self.balance is None or self.balance.total != stop - start:
+        if self.balance is None or self.balance.mapping.total != (stop - start or NOMINAL_SEEDS):
             self.balance = self._make_controller(dataloader, module, wanted, stop - start, collective)
         batches = self._make_batch_sampler(dataloader, module.trainer)
         threads = self.balance.rank_threads(info.trainer)
@@ -174,10 +186,8 @@ class HyScaleLoaders:
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, on_stream=True)
         elif collective is not None:
             collective.manage(self.balance.ahead, options.stall_timeout)
-            if (
-                self.balance.buffers is not None and collective.plan is None
-            ):  # restored from a checkpoint, or planned with an earlier loader
-                collective.adopt(collective_plan(self.balance.buffers, self.balance.stage_times))
+            if self.balance.current.buffers is not None and collective.plan is None:  # restored, or planned earlier
+                collective.adopt(collective_plan(self.balance.current.buffers, self.balance.stage_times))
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, collective=collective)
             self.loader.resize(threads[:2])
         elif isinstance(dataloader, PipelineLoader):
@@ -239,12 +249,12 @@ class HyScaleLoaders:
     def begin_iteration(self) -> None:
         """Apply the decisions that take effect in the next iteration."""
         assert self.balance is not None
-        before = self.balance.threads, self.balance.shares, self.balance.buffers
+        before = self.balance.current
         self.balance.begin()
-        after = self.balance.threads, self.balance.shares, self.balance.buffers
-        collective, buffers = None if self.loader is None else self.loader.collective, after[2]
-        if collective is not None and buffers is not None and buffers != before[2]:
-            collective.adopt(collective_plan(buffers, self.balance.stage_times))
+        after = self.balance.current
+        collective = None if self.loader is None else self.loader.collective
+        if collective is not None and after.buffers is not None and after.buffers != before.buffers:
+            collective.adopt(collective_plan(after.buffers, self.balance.stage_times))
         if before != after:
             self.resize()
 
@@ -286,7 +296,7 @@ class HyScaleLoaders:
         """Return the evaluation shares of this node's trainers: those of training, otherwise a safe default."""
         options, trainers = self._options, self._info.trainers
         if self.balance is not None:
-            return self.balance.shares
+            return self.balance.current.seeds
         if options.shares is not None:
             return options.shares
         if options.cpu_share == "auto" and trainers.num_accelerators:
@@ -305,62 +315,73 @@ class HyScaleLoaders:
     ) -> BalanceController:
         """Return a controller with the user's mapping, else the checkpoint's, else the measured one if allowed."""
         options, info = self._options, self._info
-        drm = allowed_drm(options.drm)
-        if info.is_single_rank:
-            drm = False  # a single rank has nothing to balance
+        drm = False if info.is_single_rank else allowed_drm(options.drm)  # a single rank has nothing to balance
         if is_adaptive(drm) and not total:
             rank_zero_warn(
                 f"hyscale: drm={drm!r} needs mini-batches of a known size with seeds for every node; it is disabled"
             )
             drm = False
+        # The first rank of the node decides for all ranks of the node.
         num_workers = num_workers_of(dataloader) * (1 if collective is None else info.trainers.num_accelerators)
         shared = drm is not False or info.trainers.num_accelerators > 0  # feeding accelerators takes cores, too
         threads = options.first_threads(default_threads(num_workers, info.trainers, shared))
-        automatic = not replays(drm) and options.automatic
-        # The checkpoint's state of this node.
         state = self._restored.pop("balance", {}).get(str(info.node), {})
-        # The first rank of the node decides for all ranks of the node.
         mapping = None
         if info.local_rank == 0:
-            mapping = self._choose_initial_mapping(dataloader, module, wanted, total, threads, automatic, state)
-        prefetching = find_stream_prefetching(dataloader)
-        most_ahead = 0 if prefetching is None else prefetching.most_ahead
-        if collective is not None:
-            most_ahead = collective.needed_ahead(sum(threads[:2]) // info.trainers.num_accelerators)
-        on_stream = prefetching is not None or (collective is not None and not num_workers)
-        profile = None
-        if collective is not None and num_workers and collective.plan is None and measurements_decide():
-            profile = collective.gpu_buffer_size, collective.profiler.num_measurements
-        own = (mapping, most_ahead, on_stream, profile)
+            mapping, state = self._choose_initial_mapping(dataloader, module, wanted, total, threads, drm, state)
+        own = self._plan_rank(dataloader, num_workers, sum(threads[:2]), collective, mapping, state)
         ranks = [own] if self._group is None else self._group.all_gather_objects(own)
         first = info.global_rank - info.local_rank
-        mapping = ranks[first][0]
+        mapping, state = ranks[first].mapping, ranks[first].state
         assert mapping is not None
-        weights, threads, sampling_share, state = mapping
-        trainers = info.trainers
+        self._warn_of_deterministic_mode(not replays(drm) and options.automatic)
+        # Upper bound of the mini-batches in flight: a decision takes effect after all of these.
+        workers = num_workers * (getattr(dataloader, "prefetch_factor", None) or 2)
+        staged = 2 * (options.prefetch + 1) + (mapping.accelerator_sampling > 0)
+        self._ahead = max(staged, sum(mapping.threads), 0 if isinstance(dataloader, PipelineLoader) else workers + 3)
+        ahead = max(self._ahead, *(rank.most_ahead for rank in ranks))
+        # Accelerators are equal, so all ranks plan for the first one that profiles.
+        trainers = [ranks[first + info.trainers.rank_of_trainer(i)] for i in range(len(info.trainers.devices))]
+        profile = next((rank.profile for rank in trainers if rank.profile is not None), None)
+        planner = None if profile is None or replays(drm) else NodePlanner(*profile, ahead)
+        balance = BalanceController(
+            info.trainers, mapping, drm, options.decision_log, ahead, is_logging_rank=info.local_rank == 0,
+            on_stream=[rank.on_stream for rank in trainers], planner=planner,
+        )  # fmt: skip
+        balance.load_state_dict(state)
+        if balance.current.buffers is not None:
+            balance.planner = None
+        return balance
+
+    def _plan_rank(
+        self,
+        dataloader: DataLoader[Batch],
+        num_workers: int,
+        num_threads: int,  # of the node for sampling and feature loading
+        collective: CollectiveBatching | None,
+        mapping: TaskMapping | None,
+        state: dict[str, Any],
+    ) -> RankPlan:
+        """Return what this rank contributes to the plan of its node."""
+        prefetching = find_stream_prefetching(dataloader)
+        most_ahead, profile = 0 if prefetching is None else prefetching.most_ahead, None
+        if collective is not None:
+            most_ahead = collective.needed_ahead(num_threads // self._info.trainers.num_accelerators)
+            if num_workers and collective.plan is None and measurements_decide():
+                profile = collective.gpu_buffer_size, collective.profiler.num_measurements
+        on_stream = prefetching is not None or (collective is not None and not num_workers)
+        return RankPlan(mapping, state, most_ahead, on_stream, profile)
+
+    def _warn_of_deterministic_mode(self, automatic: bool) -> None:
+        """Warn in the first fit if choices depend on measurements that ``deterministic=True`` excludes."""
+        options, trainers = self._options, self._info.trainers
         is_hybrid = min(trainers.num_accelerators, trainers.num_cpu) > 0
         needs_measuring = is_adaptive(options.drm) or (automatic and is_hybrid)
         if options.accelerator_sampling == "auto":
             needs_measuring |= any(device.type != "cpu" for device in trainers.devices)
-        is_first_fit = self.balance is None and not info.is_single_rank
+        is_first_fit = self.balance is None and not self._info.is_single_rank
         if needs_measuring and is_first_fit and not replays(options.drm) and not measurements_decide():
             rank_zero_warn(DETERMINISTIC_MODE_WARNING)
-        # Upper bound of the mini-batches in flight: a decision takes effect after all of these.
-        workers = num_workers * (getattr(dataloader, "prefetch_factor", None) or 2)
-        staged = 2 * (options.prefetch + 1) + (sampling_share > 0)
-        self._ahead = max(staged, sum(threads), 0 if isinstance(dataloader, PipelineLoader) else workers + 3)
-        ahead = max(self._ahead, *(most for _, most, _, _ in ranks))
-        on_streams = [ranks[first + trainers.rank_of_trainer(i)][2] for i in range(len(trainers.devices))]
-        balance = BalanceController(
-            info.trainers, weights, threads, total, drm, options.decision_log, ahead, sampling_share,
-            is_logging_rank=info.local_rank == 0, on_stream=on_streams,
-        )  # fmt: skip
-        balance.load_state_dict(state)
-        # Accelerators are equal, so all ranks plan for the first one that profiles.
-        profile = next((profile for *_, profile in ranks[first : first + len(trainers.devices)] if profile), None)
-        if profile is not None and balance.buffers is None and not replays(drm):
-            balance.planner = NodePlanner(*profile, ahead)
-        return balance
 
     def _choose_initial_mapping(
         self,
@@ -368,41 +389,53 @@ class HyScaleLoaders:
         module: pl.LightningModule,
         wanted: str | float,
         total: int,
-        threads: tuple[int, int, int],
-        automatic: bool,
+        threads: Threads,
+        drm: bool | str | Path,
         state: dict[str, Any],
-    ) -> tuple[list[float], tuple[int, int, int], float, dict[str, Any]]:
-        """Return initial shares, threads, accelerator sampling share, and the still applicable checkpoint state."""
+    ) -> tuple[TaskMapping, dict[str, Any]]:
+        """Return the initial mapping and the still applicable checkpoint state."""
         # Only the first rank of the node measures: concurrent measurements would disturb each other.
         options, trainers, sampling = self._options, self._info.trainers, self._sampling
-        weights: list[float] | None = None
+        mapping = options.first_mapping(trainers, total, threads)
+        automatic = not replays(drm) and options.automatic
         modeled: float | None = None
         # A resumed run reuses its initial mapping.
         saved = None
         if automatic or (wanted == "auto" and sampling is not None):
-            saved, state = restore_mapping(state, trainers, total)
+            saved, state = _restore_mapping(state, mapping)
         if saved is not None:
             modeled = saved.accelerator_sampling or None  # 0: no accelerator could sample then, but one can now
             if automatic:
-                weights, threads = list(saved.shares), options.first_threads(saved.threads_of(threads))
+                is_same = sum(saved.threads) == sum(threads)  # otherwise machine or loader changed
+                mapping = replace(saved, threads=options.first_threads(saved.threads if is_same else threads))
         # Otherwise the performance model finds the best mapping with the same number of threads, if allowed to measure.
-        mixed = trainers.num_cpu > 0 and trainers.num_accelerators > 0 and total > 0
-        if weights is None and automatic and mixed and measurements_decide():
+        elif automatic and min(trainers.num_cpu, trainers.num_accelerators, total) > 0 and measurements_decide():
             dtype = None if overrides_transfer(module) else options.transfer_dtype
             model = model_of(trainers, dataloader, module, total, sampling, dtype)
             if model is not None:
                 best = model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
                 modeled = best.accelerator_sampling
-                weights, threads = list(best.shares), options.first_threads(best.threads)
-        if weights is None:
-            weights = options.first_weights(trainers)
+                mapping = replace(best, threads=options.first_threads(best.threads))
         if sampling is None:
-            sampling_share = 0.0
+            share = 0.0
         elif not isinstance(wanted, str):
-            sampling_share = wanted
+            share = wanted
         elif modeled is not None:
-            sampling_share = modeled
+            share = modeled
         else:
             count = trainers.num_accelerators
-            sampling_share = measure_sampling_share(sampling, dataloader, max(1, total), threads[0], count)
-        return weights, threads, sampling_share, state
+            share = measure_sampling_share(sampling, dataloader, max(1, total), mapping.threads[0], count)
+        return replace(mapping, accelerator_sampling=share), state
+
+
+def _restore_mapping(state: dict[str, Any], expected: TaskMapping) -> tuple[TaskMapping | None, dict[str, Any]]:
+    """Return a checkpoint's initial mapping, None if missing or not applicable, and the still applicable state."""
+    if "first" not in state:
+        return None, state
+    try:
+        saved = TaskMapping.from_dict(state["first"])
+        saved.check_same_trainers(expected)
+    except ValueError as error:
+        rank_zero_warn(f"hyscale rebalances: the saved mapping does not fit ({error})")
+        return None, {}
+    return saved, state

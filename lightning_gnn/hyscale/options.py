@@ -11,6 +11,7 @@ import torch
 from torch_geometric.loader import LinkLoader, NodeLoader
 
 from lightning_gnn.distributed.heartbeat import check_stall_timeout
+from lightning_gnn.hyscale.costs import TaskMapping, Threads, split_seeds
 from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
 from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.messages import whole_number
@@ -111,6 +112,8 @@ def allowed_drm(drm: bool | str | Path) -> bool | str | Path:
     return False if is_adaptive(drm) and not measurements_decide() else drm
 
 
+NOMINAL_SEEDS = 1 << 16
+"""Seeds of the mapping of mini-batches of unknown sizes, which are split in proportion."""
 DETERMINISTIC_MODE_WARNING = (
     "hyscale: Trainer(deterministic=True) disables all decisions based on measurements: drm=True or 'paper' acts as "
     "False, cpu_share='auto' as equal shares, accelerator_sampling='auto' as 0.0. Set a mapping explicitly, such as "
@@ -127,7 +130,7 @@ def seeds_of_iteration(loader: PyGLoader) -> int:
     return min(size, len(sampler)) if isinstance(sampler, Sized) else size
 
 
-def default_threads(num_workers: int, trainers: TrainerSet, balanced: bool) -> tuple[int, int, int]:
+def default_threads(num_workers: int, trainers: TrainerSet, balanced: bool) -> Threads:
     """Return a node's default CPU threads for sampling, feature loading and training."""
     # With balancing, the threads must not exceed the cores; otherwise the CPU trainers use all cores.
     cores, num_cpu = num_cores(), trainers.num_cpu
@@ -213,7 +216,12 @@ class HyScaleOptions:
         equal = self.automatic and not measurements_decide()
         return trainers.equal_weights if equal else trainers.weights(self.cpu_share)
 
-    def first_threads(self, threads: tuple[int, int, int]) -> tuple[int, int, int]:
+    def first_mapping(self, trainers: TrainerSet, total: int, threads: Threads) -> TaskMapping:
+        """Return the initial mapping if nothing was measured; ``total`` is 0 for mini-batches of unknown sizes."""
+        ranges = split_seeds(total or NOMINAL_SEEDS, self.first_weights(trainers))
+        return TaskMapping(tuple(stop - start for start, stop in ranges), trainers.num_cpu, threads)
+
+    def first_threads(self, threads: Threads) -> Threads:
         """Return the user's thread counts, by default ``threads``."""
         return threads if self.threads is None else (self.threads[0], self.threads[1], self.threads[2])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from math import inf
 from typing import Any, cast
 
@@ -27,24 +27,6 @@ from lightning_gnn.runtime.precision import converted
 
 Split = Callable[[int, int], tuple[int, int]]
 """Maps a mini-batch's number of seeds and its index in the epoch to the start and stop of this rank's seeds."""
-
-
-def split_seeds(num_seeds: int, weights: Sequence[float]) -> list[tuple[int, int]]:
-    """Split seeds into consecutive ``(start, stop)`` ranges with sizes proportional to the weights."""
-    # Integer weights that sum to num_seeds are matched exactly. Every nonzero weight gets a seed if enough exist.
-    total_weight = sum(weights)
-    cuts, cumulative = [0], 0.0
-    for weight in weights:
-        cumulative += weight
-        cuts.append(min(num_seeds, int(num_seeds * cumulative / total_weight + 0.5)))
-    cuts[-1] = num_seeds
-    sizes = [stop - start for start, stop in pairwise(cuts)]
-    for index, weight in enumerate(weights):
-        largest = max(range(len(sizes)), key=sizes.__getitem__)
-        if weight and not sizes[index] and sizes[largest] > 1:
-            sizes[index], sizes[largest] = 1, sizes[largest] - 1
-    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
 
 class ShardedBatchSampler:

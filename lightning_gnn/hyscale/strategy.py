@@ -22,13 +22,13 @@ from lightning_gnn.distributed.monitored_ranks import RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.hyscale.checks import check_precision
+from lightning_gnn.hyscale.drm import BalanceController, StageClock, StepReport
 from lightning_gnn.hyscale.loader_setup import HyScaleLoaders, RankInfo
 from lightning_gnn.hyscale.options import (
     HyScaleOptions,
     TrainerSet,
     build_trainer_set,
 )
-from lightning_gnn.hyscale.resource_manager.controller import BalanceController, StageClock, stage_row
 from lightning_gnn.hyscale.rng_streams import RankRNG
 from lightning_gnn.hyscale.sharded_loader import ShardedDataLoader
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
@@ -352,7 +352,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def step_timings(self) -> Sequence[float]:
-        return stage_row(None) if self._clock is None else self._clock.row
+        return StepReport() if self._clock is None else self._clock.report
 
     @override
     def observe_step(self, summaries: list[StepSummary]) -> None:
@@ -364,7 +364,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
             self._is_observed = True
             first = self.global_rank - self.local_rank
             ranks = [first + self.trainers.rank_of_trainer(trainer) for trainer in range(self.num_processes)]
-            self.balance.observe([summaries[rank].timings for rank in ranks])
+            self.balance.observe([StepReport(*summaries[rank].timings) for rank in ranks])
 
     @override
     def predict_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:

@@ -13,10 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_gnn.hyscale.accelerator_sampling import find_sampling, wanted_sampling
+from lightning_gnn.hyscale.accelerator_sampling import find_sampling
 from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor, describe_workload, model_of
 from lightning_gnn.hyscale.checks import check_training
-from lightning_gnn.hyscale.costs import TaskMapping
+from lightning_gnn.hyscale.costs import TaskMapping, split_seeds
+from lightning_gnn.hyscale.drm import read_decisions, wanted_sampling
 from lightning_gnn.hyscale.options import (
     HyScaleOptions,
     TrainerSet,
@@ -27,8 +28,6 @@ from lightning_gnn.hyscale.options import (
     seeds_of_iteration,
 )
 from lightning_gnn.hyscale.planner.search import NodePlan, plan_node
-from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
-from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading.loaders import num_workers_of
 from lightning_gnn.planning.forecast import MIN_GAIN

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
 from benchmarks.papers import morphgl
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.dual_buffer import DualBuffer

@@ -13,7 +13,8 @@ from lightning_gnn.gpu_sampling import shards
 from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
 from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
 from lightning_gnn.graph import CSCGraph
-from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, ShardedDataLoader, split_seeds
+from lightning_gnn.hyscale.costs import split_seeds
+from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, ShardedDataLoader
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.triton_kernels import sample, sample_bulk

@@ -109,7 +109,7 @@ def balance(rank, counts):
         # A replay adopts the plan of the node, and its buffers, where they were adopted.
         again = make_strategy(*counts, drm=log, **options)
         fit(Plain(), again, make_collective([-1]), epochs=10)
-        assert again.balance.buffers == strategy.balance.mapping.buffers
+        assert again.balance.current.buffers == strategy.balance.mapping.buffers
     with pytest.raises(ValueError, match="use one, or schedule='in_order'"):
         fit(Plain(), make_strategy(*counts), make_collective(schedule="paper"))
     with pytest.raises(ValueError, match="a worker failed"):
@@ -123,14 +123,14 @@ def resume_planned(rank):
     path = os.path.join(os.environ["RANK_FOLDER"], "planned.ckpt")
     options = {"drm": True, "shares": [0.5, 0.5], "threads": [1, 1, 1]}
     strategy, _ = train(make_strategy(1, 1, **options), [SaveAt(path, 56)], data=make_collective, max_epochs=20)
-    planned = strategy.balance.buffers
+    planned = strategy.balance.current.buffers
     assert planned is not None
     found = []
 
     class First(pl.Callback):
         def on_train_start(self, trainer, *_):
             batching = trainer.strategy.loader.collective
-            found.append(trainer.strategy.balance.buffers)
+            found.append(trainer.strategy.balance.current.buffers)
             found.append(None if batching is None else batching.plan)
 
     train(make_strategy(1, 1, **options), [First()], data=make_collective, path=path, max_epochs=20)

@@ -25,12 +25,12 @@ from torch_geometric.loader import ImbalancedSampler, LinkNeighborLoader, Neighb
 from torch_geometric.loader import NodeLoader as PyGNodeLoader
 from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput
 
+from lightning_gnn.hyscale.costs import split_seeds
 from lightning_gnn.hyscale.sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,
     UnshardedDataLoader,
     is_shardable,
-    split_seeds,
 )
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from lightning_gnn.hyscale.transfer import PackedRows, Transfer

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_gnn.features import DiskFeatures, FeatureTable
-from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
+from lightning_gnn.hyscale.costs import split_seeds
+from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from tests.hyscale.staging import make_staged_loader
 from tests.hyscale.training import make_data

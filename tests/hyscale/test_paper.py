@@ -19,7 +19,7 @@ from benchmarks.papers.hyscale import (
     pyg_epoch,
 )
 from benchmarks.papers.page import load
-from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
+from lightning_gnn.hyscale.drm import DynamicResourceManager
 
 
 @pytest.mark.medium

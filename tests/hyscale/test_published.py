@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
-from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager, find_remedy
+from lightning_gnn.hyscale.drm import PublishedResourceManager, find_remedy
 
 BEGIN = TaskMapping((320, 320, 320), 1, (2, 2, 2), 0.5)
 WORK, NONE = 30, (0, 0, 0)

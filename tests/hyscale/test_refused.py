@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_gnn import FullGraphDataModule
 from lightning_gnn.hyscale.checks import check_precision
 from lightning_gnn.hyscale.costs import TaskMapping
+from lightning_gnn.hyscale.drm import Decision
 from lightning_gnn.hyscale.options import TrainerSet
-from lightning_gnn.hyscale.resource_manager.decisions import Decision
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.nn import NodeClassifier
 from lightning_gnn.runtime.devices import num_cores

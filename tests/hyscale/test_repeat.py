@@ -13,7 +13,7 @@ from lightning_gnn.hyscale import analytic as first_mapping
 from lightning_gnn.hyscale import loader_setup
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.analytic import Platform, Processor
-from lightning_gnn.hyscale.resource_manager.controller import STEP_FIELDS, BalanceController
+from lightning_gnn.hyscale.drm import BalanceController
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.planning import hyscale as report
 from tests.campaigns import cases_of
@@ -37,18 +37,19 @@ def measure_another(found):
 
 def make_unsteady_methods():
     """Return controller methods with which a different trainer seems to be slow in each run."""
-    number, train_time = count(), STEP_FIELDS.index("train")
+    number = count()
     begin, times = BalanceController.__init__, BalanceController._compute_times
 
     def __init__(self, *args, **kwargs):
         self.number = next(number)
         begin(self, *args, **kwargs)
 
-    def _compute_times(self, rows):
-        rows = [list(row) for row in rows]
-        for trainer, row in enumerate(rows):
-            row[train_time] = 1e-3 * row[0] * (5 if (trainer + self.number) % 2 else 1)
-        return times(self, rows)
+    def _compute_times(self, reports):
+        factors = [5 if (trainer + self.number) % 2 else 1 for trainer in range(len(reports))]
+        slowed = [
+            report._replace(train=1e-3 * report.seeds * factor) for report, factor in zip(reports, factors, strict=True)
+        ]
+        return times(self, slowed)
 
     return {"__init__": __init__, "_compute_times": _compute_times}
 
@@ -104,7 +105,7 @@ def equal_runs_are_equal(here):
             assert are_equal(first, second)
             assert again.options.drm is True
             assert again.balance.manager is None
-            assert len(set(again.balance.weights)) == 1
+            assert len(set(again.balance.first.seeds)) == 1
             assert len(messages) == here.count(1)
             for message in messages:
                 assert "disables all decisions based on measurements: drm=True" in message
@@ -145,9 +146,9 @@ def a_measured_mapping_goes_on(here):
     assert are_equal(resumed, whole)
     here.measured.append("another machine")
     here.train(found[4])
-    assert found[4].balance.weights != found[3].balance.weights, (
-        found[4].balance.weights,
-        found[0].balance.weights,
+    assert found[4].balance.first.seeds != found[3].balance.first.seeds, (
+        found[4].balance.first.seeds,
+        found[0].balance.first.seeds,
     )  # as the resumed run would have measured
 
 
@@ -169,11 +170,11 @@ def a_balanced_run_goes_on_without_measuring(here):
 
 
 def of_other_trainers(state):
-    state["shares"], state["cpu_trainers"] = [0.5, 0.25, 0.25], 2
+    state["seeds"], state["cpu_trainers"] = [25, 12, 13], 2
 
 
 def of_another_batch_size(state):
-    state["total"] = 51
+    state["seeds"] = [26, 25]
 
 
 def of_another_version(state):
@@ -203,9 +204,9 @@ def sampling_on_accelerators_goes_on_too(here):
     before, after, fixed = (HyScaleStrategy(cpu_share=0.5, devices=["cpu"], drm=False) for _ in range(3))
     here.train(before, 2)
     here.train(after, path=here.path())
-    assert before.balance.accelerator_sampling == after.balance.accelerator_sampling == 0.5
+    assert before.balance.first.accelerator_sampling == after.balance.first.accelerator_sampling == 0.5
     here.train(fixed, deterministic=True)
-    assert fixed.balance.accelerator_sampling == 0.0
+    assert fixed.balance.first.accelerator_sampling == 0.0
     assert next(rates) == (3e6 if here.rank == 0 else 1e6)  # the rates are measured once only
 
 

@@ -9,9 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
-from lightning_gnn.hyscale.resource_manager.decisions import ReplayedDecisions, read_decisions
-from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager, find_remedy
-from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
+from lightning_gnn.hyscale.drm import (
+    DynamicResourceManager,
+    PublishedResourceManager,
+    ReplayedDecisions,
+    find_remedy,
+    read_decisions,
+)
 from tests.hyscale.closed_loop import Node, run
 
 FIVE = ("sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator")
@@ -239,7 +243,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(at):
 def test_a_state_of_other_trainers_is_refused(kind):
     state = kind(TaskMapping((4, 4), 1)).state_dict()
     for mapping in (TaskMapping((4, 4), 2), TaskMapping((4, 4, 0), 1), TaskMapping((4, 5), 1)):
-        with pytest.raises(ValueError, match="does not fit"):
+        with pytest.raises(ValueError, match="it is for 2 trainers, 1 on the CPU, and 8 seeds, but this run has"):
             kind(mapping).load_state_dict(state)
 
 

@@ -18,8 +18,7 @@ from torch.utils.data import WeightedRandomSampler
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn.hyscale.costs import TaskMapping
-from lightning_gnn.hyscale.resource_manager.controller import STEP_FIELDS, BalanceController
-from lightning_gnn.hyscale.resource_manager.decisions import Decision, read_decisions
+from lightning_gnn.hyscale.drm import BalanceController, Decision, read_decisions
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading import NodeLoader
 from lightning_gnn.pyg import enable_pyg_sampling
@@ -200,13 +199,14 @@ def slow_down_trainer(monkeypatch):
     """Make trainer 0 seem three times as fast as trainer 1, and both together twice as fast as one."""
     times = BalanceController._compute_times
 
-    def _compute_times(self, rows):
-        named = [dict(zip(STEP_FIELDS, row, strict=True)) for row in rows]
-        are_together = all(row["seeds"] > 0 for row in named)
-        for row, seconds in zip(named, (0.001, 0.003), strict=True):
-            row |= {name: 1e-4 for name in ("sample", "sample_accelerator", "load", "transfer") if row[name] >= 0}
-            row |= {"train": seconds * row["seeds"], "iteration": 0.1 if are_together else 0.2}
-        return times(self, [[*row.values()] for row in named])
+    def _compute_times(self, reports):
+        iteration = 0.1 if all(report.seeds > 0 for report in reports) else 0.2
+        stages = "sample", "sample_accelerator", "load", "transfer"
+        changed = []
+        for report, seconds in zip(reports, (0.001, 0.003), strict=True):
+            found = {name: 1e-4 for name in stages if getattr(report, name) >= 0}
+            changed.append(report._replace(train=seconds * report.seeds, iteration=iteration, **found))
+        return times(self, changed)
 
     monkeypatch.setattr(BalanceController, "_compute_times", _compute_times)
 
@@ -230,7 +230,7 @@ def record_and_replay(rank, folder):
     assert mapping.seeds[0] > mapping.seeds[1] > 0
     assert len(decisions) >= 2
     assert all(decision.explanation for decision in decisions)
-    assert decisions[0].mapping.seeds == (25, 25)
+    assert [decision.mapping.seeds for decision in decisions[:2]] == [(0, 50), (25, 25)]
     replays = [train(HyScaleStrategy(1, devices=["cpu"], drm=record), max_epochs=10)[1]]
     for place, decision in enumerate(decisions[1:3]):
         path = Path(folder, f"{place}.ckpt")
@@ -284,7 +284,7 @@ def resume_states(rank, folder):
         torch.save(checkpoint, changed)
         strategy, _, messages = train_and_warn(make_balanced_strategy(), path=changed)
         assert sum("hyscale rebalances" in line for line in messages) == (rank == 0)
-        assert strategy.balance.threads == strategy.balance.mapping.threads == (1, 1, 1)
+        assert strategy.balance.current.threads == strategy.balance.mapping.threads == (1, 1, 1)
         assert strategy.balance.manager._number <= 5
     other = HyScaleStrategy(1, devices=["cpu"], threads=[1, 1, 1])
     train(other, path=path)  # other trainers start with a new state
@@ -297,7 +297,7 @@ def resume_states(rank, folder):
         if before and after:
             assert balance.manager._number == 11
             continue
-        assert balance.manager.log[0].mapping.accelerator_sampling == balance.accelerator_sampling == after
+        assert balance.manager.log[0].mapping.accelerator_sampling == balance.current.accelerator_sampling == after
         assert balance.manager._number <= 5
         assert bool(after) == any(times.sample_accelerator for times, _ in balance.history)
 

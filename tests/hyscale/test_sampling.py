@@ -14,9 +14,10 @@ from lightning_gnn.hyscale.analytic import (
     measure_sampling_share,
     model_of,
 )
+from lightning_gnn.hyscale.costs import TaskMapping, split_seeds
+from lightning_gnn.hyscale.drm import BalanceController, StepReport
 from lightning_gnn.hyscale.options import TrainerSet
-from lightning_gnn.hyscale.resource_manager.controller import BalanceController, stage_row
-from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
+from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.pyg import enable_pyg_sampling
@@ -101,11 +102,12 @@ def train(rank, share, record=None, replay=None, times=None):
 
         def noting(self):
             begin(self)
-            in_force.append((list(self.shares), self.threads, self.accelerator_sampling))
+            mapping = self.current
+            in_force.append((list(mapping.seeds), mapping.threads, mapping.accelerator_sampling))
 
         monkey.setattr(BalanceController, "begin", noting)
         if times is not None:
-            monkey.setattr("lightning_gnn.hyscale.resource_manager.controller.stage_row", make_row_function(times))
+            monkey.setattr(StepReport, "of", make_report_function(times))
         options = {"threads": [1, 1, 1], "accelerator_sampling": share, "decision_log": record}
         fixed = {"shares": [0.5, 0.5], "drm": record is not None}
         strategy = HyScaleStrategy(1, devices=["cpu"], **(options | fixed if replay is None else {"drm": replay}))
@@ -118,19 +120,19 @@ def train(rank, share, record=None, replay=None, times=None):
         return copy_state(module), dict(found), in_force, seen
 
 
-def make_row_function(times):
-    """Return a function for stage rows with these milliseconds per seed for sampling on CPU and accelerator."""
+def make_report_function(times):
+    """Return a function for reports with these milliseconds per seed for sampling on CPU and accelerator."""
 
-    def row(share, train=0.0, iteration=-1.0):
+    def report(share, train=0.0, iteration=-1.0):
         if share is None:
-            return stage_row(share)
+            return StepReport()
         sampled = share.sampled_on_accelerator
-        if sampled is None:
-            return [share.seeds, -1, 1e-3 * times[0] * share.seeds, -1, 1e-5, -1, 1e-5 * share.seeds, *[-1] * 5]
-        cpu, there = (-1, 1e-3 * times[1] * share.seeds) if sampled else (1e-3 * times[0] * share.seeds, -1)
-        return [share.seeds, float(sampled), cpu, there, 1e-5, -1, 1e-5 * share.seeds, *[-1] * 5]
+        device = {None: -1.0, True: 1.0, False: 0.0}[sampled]
+        stage, seconds = ("sample_accelerator", times[1]) if sampled else ("sample", times[0])
+        stages = {stage: 1e-3 * seconds * share.seeds, "load": 1e-5, "train": 1e-5 * share.seeds}
+        return StepReport(share.seeds, device, **stages)
 
-    return row
+    return report
 
 
 def are_equal(one, other):
@@ -216,7 +218,7 @@ def test_a_datamodule_that_samples_on_the_gpu_is_the_reason():
 
 def test_threads_go_to_the_trainers_that_use_them():
     for on_stream, threads in (([], (1, 1)), ([False, True], (4, 2))):
-        balance = BalanceController(TRAINERS, [0.25, 0.75], (4, 2, 2), 20, False, on_stream=on_stream)
+        balance = BalanceController(TRAINERS, TaskMapping((5, 15), 1, (4, 2, 2)), False, on_stream=on_stream)
         assert balance.rank_threads(0)[:2] == threads
 
 

@@ -9,27 +9,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.hyscale.costs import TaskMapping
-from lightning_gnn.hyscale.options import TrainerSet
-from lightning_gnn.hyscale.resource_manager.controller import STEP_FIELDS, BalanceController, StageClock, stage_row
-from lightning_gnn.hyscale.resource_manager.decisions import Decision
-from lightning_gnn.hyscale.sharded_loader import split_seeds
+from lightning_gnn.hyscale.costs import TaskMapping, split_seeds
+from lightning_gnn.hyscale.drm import BalanceController, Decision, StageClock, StepReport
+from lightning_gnn.hyscale.options import NOMINAL_SEEDS, TrainerSet
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare
 
 CPU = torch.device("cpu")
-TOTAL, ITERATION = 40, STEP_FIELDS.index("iteration")
+TOTAL = 40
 
 
 def make_trainers(num_cpu, num_accelerators):
     return TrainerSet.of(num_cpu, [CPU] * num_accelerators)
 
 
+def make_mapping(who, weights, total, threads, sampling=0.0):
+    seeds = tuple(stop - start for start, stop in split_seeds(total, weights))
+    return TaskMapping(seeds, who.num_cpu, threads, sampling)
+
+
 class Rank:
     """The balance of one rank, which splits some mini-batches ahead of training."""
 
     def __init__(self, who, number, weights, **options):
-        options = {"total": TOTAL, "drm": True, "threads": (3, 2, 4), **options}
-        self.balance = BalanceController(who, weights, is_logging_rank=number == 0, **options)
+        options = {"drm": True, **options}
+        mapping = make_mapping(who, weights, options.pop("total", TOTAL), (3, 2, 4), options.pop("sampling", 0.0))
+        self.balance = BalanceController(who, mapping, is_logging_rank=number == 0, **options)
         self.cut, self.in_force, self.next = {}, {}, 0
 
     def run_to(self, number, sizes):
@@ -40,16 +44,18 @@ class Rank:
 
     def begin(self):
         self.balance.begin()
-        balance = self.balance
-        self.in_force[balance.iteration - 1] = (list(balance.shares), balance.threads, balance.accelerator_sampling)
+        mapping = self.balance.current
+        self.in_force[self.balance.iteration - 1] = (list(mapping.seeds), mapping.threads, mapping.accelerator_sampling)
 
 
-def make_row(seeds, seconds, there=-1.0):
-    """Return the row of a rank that needs these seconds per seed in each of its stages."""
+def make_report(seeds, seconds, there=-1.0):
+    """Return the report of a rank that needs these seconds per seed in each of its stages."""
     if seeds == 0:
-        return [0.0, there, *[-1.0] * 4, 0.0, *[-1.0] * 5]
-    stages = [*[seeds * seconds / 10] * 2, seeds * seconds / 20, -1.0, seeds * seconds]
-    return [float(seeds), there, *stages, seeds * seconds, *[-1.0] * 4]
+        return StepReport(0.0, there, train=0.0)
+    work = seeds * seconds
+    return StepReport(
+        seeds, there, sample=work / 10, sample_accelerator=work / 10, load=work / 20, train=work, iteration=work
+    )
 
 
 def train(ranks, iterations, ahead, depths, seconds, sizes=lambda number: TOTAL, begin=0):
@@ -58,13 +64,13 @@ def train(ranks, iterations, ahead, depths, seconds, sizes=lambda number: TOTAL,
         for place, rank in enumerate(ranks):
             rank.run_to(number + depths(number, place) % (ahead + 1), sizes)
             rank.begin()
-        rows = [stage_row(None)] * len(ranks)
+        reports = [StepReport()] * len(ranks)
         if number > begin:
             cut = ranks[0].cut[number - 1]
-            rows = [make_row(stop - start, seconds(number, place)) for place, (start, stop) in enumerate(cut)]
-            for row in rows:  # all ranks wait for the slowest
-                row[ITERATION] = max(other[ITERATION] for other in rows)
-        decisions = [rank.balance.observe(rows) for rank in ranks]
+            reports = [make_report(stop - start, seconds(number, place)) for place, (start, stop) in enumerate(cut)]
+            slowest = max(report.iteration for report in reports)  # all ranks wait for it
+            reports = [report._replace(iteration=slowest) for report in reports]
+        decisions = [rank.balance.observe(reports) for rank in ranks]
         assert all(decision == decisions[0] for decision in decisions)
 
 
@@ -221,7 +227,7 @@ def test_a_state_of_another_version_begins_anew(tmp_path):
     with pytest.warns(UserWarning, match="hyscale rebalances"):
         replays.load_state_dict({"kind": kind, "manager": {"observation": 3}, "iteration": 5})
     assert replays.state_dict() == before
-    with pytest.raises(ValueError, match="was recorded with 3 trainers, 1 on the CPU, and 40 seeds"):
+    with pytest.raises(ValueError, match="it is for 3 trainers, 1 on the CPU, and 40 seeds"):
         Rank(make_trainers(2, 1), 0, [0.2, 0.4, 0.4], drm=path)
     with pytest.raises(ValueError, match=r"but this run has 3, 1 and 20"):
         Rank(who, 0, [0.2, 0.4, 0.4], drm=path, total=20)
@@ -244,7 +250,7 @@ def test_the_clock_counts_a_ranks_own_work(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     clock = StageClock(CPU)
-    assert clock.row == [-1.0] * len(STEP_FIELDS)
+    assert clock.report == StepReport()
 
     def step(share, work, wait):
         clock.next_iteration(share)
@@ -254,16 +260,16 @@ def test_the_clock_counts_a_ranks_own_work(monkeypatch):
             now[0] += wait
 
     step(BatchShare(0, 8, 10, {"sample": 2.0, "load": 3.0}), [1.0, 4.0], 7.0)
-    assert clock.row == [-1.0] * len(STEP_FIELDS)
+    assert clock.report == StepReport()
     step(BatchShare(1, 0, 10, {"sample": 1.0}, sampled_on_accelerator=True), [0.5], 0.25)
-    assert clock.row == [8.0, -1.0, 2.0, -1.0, 3.0, -1.0, 5.0, 19.0, *[-1.0] * 4]
+    assert clock.report == StepReport(8.0, sample=2.0, load=3.0, train=5.0, iteration=19.0)
     step(BatchShare(2, 5, 10), [], 0)
-    assert clock.row == [0.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.5, 0.75, *[-1.0] * 4]
+    assert clock.report == StepReport(0.0, 1.0, sample=1.0, train=0.5, iteration=0.75)
     step(BatchShare(3, 5, 10, {"gpu_batching": 1.0, "uva": 2.0}), [0.5], 0)
     step(BatchShare(4, 5, 10), [], 0)
-    assert clock.row == [5.0, -1.0, -1.0, -1.0, -1.0, -1.0, 3.5, 0.5, -1.0, -1.0, 1.0, 2.0]
+    assert clock.report == StepReport(5.0, train=3.5, iteration=0.5, gpu_batching=1.0, uva=2.0)
     step(BatchShare(0, 5, 10), [], 0)
-    assert clock.row[STEP_FIELDS.index("iteration")] == -1.0  # the time between epochs does not count
+    assert clock.report.iteration == -1.0  # the time between epochs does not count
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
@@ -284,6 +290,7 @@ def test_seeds_are_cut_in_proportion(num_seeds, weights):
 
 @pytest.mark.parametrize("total", [0, TOTAL])
 def test_threads_follow_the_shares_also_of_mini_batches_of_unknown_sizes(total):
-    balance = BalanceController(make_trainers(1, 1), [0.25, 0.75], (8, 4, 3), total, False, sampling=0.3)
+    who = make_trainers(1, 1)
+    balance = BalanceController(who, make_mapping(who, [0.25, 0.75], total or NOMINAL_SEEDS, (8, 4, 3), 0.3), False)
     assert [balance.rank_threads(trainer) for trainer in range(2)] == [(2, 1, 3), (6, 3, 1)]
     assert [balance.accelerator_fraction(trainer) for trainer in range(2)] == pytest.approx([0.0, 0.4])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
-from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
+from lightning_gnn.hyscale.drm import read_decisions
 from lightning_gnn.runtime.files import LARGEST, read_json, read_text, read_yaml, write_whole
 from tests.refusals import refuses
 
