@@ -7,6 +7,8 @@ import warnings
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
 from lightning_gnn import NeighborDataModule, PersistentNeighborSampler, PersistentSamplerDataModule
 from lightning_gnn.ops import library
 from lightning_gnn.ops.aggregate.backends import DEVICE, REFERENCE, functions_of
@@ -16,7 +18,6 @@ from tests.batch_checks import assert_same_batches
 from tests.gpu_sampling.test_datamodule import SIZES, data
 from tests.gpu_sampling.test_sampler import assert_same_samples
 
-pytest.importorskip("triton", reason="Triton exists on Linux only")
 GPU = torch.device("cuda")
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
