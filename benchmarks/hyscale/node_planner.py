@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import compare, machine, measure, parse, publish
+from benchmarks.hyscale.model import SpreadWorkload
 from benchmarks.hyscale.node_events import JudgedNode
 from benchmarks.hyscale.sleeping_node import SleepingNode
-from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor, Workload
+from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor
 from lightning_gnn.hyscale.costs import NodeCosts, TaskMapping
 from lightning_gnn.hyscale.planner.search import NodePlan, plan_node
 from lightning_gnn.hyscale.planner.simulate import MIN_IN_FLIGHT, simulate_iterations
@@ -105,7 +106,7 @@ def draw(source: random.Random) -> Setting:
     vertices, edges, train, columns = DATA[data]
     inputs, hidden = MODELS[kind]
     widths = (columns, *(hidden,) * (len(fanouts) - 1), 64)
-    work = Workload(
+    work = SpreadWorkload(
         vertices, edges, train, batch * MACHINES[where].num_accelerators, fanouts, widths, update_inputs=inputs,
         degree_spread=1.2,
     )  # fmt: skip
@@ -266,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def sleep(iterations: int, slower: int, runs: int, out: Path | None) -> dict[str, Any]:
     """Run the systems of one setting with real threads, and compare their seconds with those predicted."""
-    work = Workload(
+    work = SpreadWorkload(
         *DATA["Twitter"][:3], 1024, (25, 10), (DATA["Twitter"][3], 256, 64), update_inputs=2, degree_spread=1.2
     )
     setting = Setting(SLEEPING, PerformanceModel(MACHINES[SLEEPING], work), 0.05)

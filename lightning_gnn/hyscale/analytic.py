@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, pairwise
 from math import ceil, exp, inf, log
 
@@ -127,11 +127,11 @@ class Workload:
     feature_bytes: float = 4  # ``S_feat``, bytes of one number
     index_bytes: float = 8  # bytes of one vertex id in a mini-batch
     update_inputs: int = 1  # input vectors per vertex of the update: 1 for GCN, 2 for GraphSAGE (self and neighbors)
-    measured: BatchSizes | None = None  # measured sizes of one mini-batch, scaled linearly with the seeds
+    # measured sizes of mini-batches, by rising seeds: sizes follow a power of the seeds between them, or grow linearly
+    # from a single one
+    measured: tuple[BatchSizes, ...] = ()
     # dtype of the features during the transfer: ``"float16"``, ``"int8"`` with a float32 scale per row, None: unchanged
     transfer_dtype: str | None = None
-    degree_spread: float = 0.0  # sigma of log-normal degrees; 0: every vertex has the mean degree
-    undirected: bool = False  # whether a hop reaches a vertex as often as it has neighbors; citations do not
     read_skew: float = 0.5  # the rows most read, a fraction q of all, get ``q ** (1 - read_skew)`` of the reads
 
     def __post_init__(self) -> None:
@@ -144,13 +144,12 @@ class Workload:
             )
         if min(self.fanouts) < -1 or not (self.feature_bytes > 0 and self.index_bytes >= 0):
             raise ValueError(f"fanouts must be at least -1, bytes not negative: {self}")
-        if self.degree_spread < 0:
-            raise ValueError(f"degree_spread must not be negative, but is {self.degree_spread}")
         if self.transfer_dtype not in (None, *_TRANSFER_BYTES):
             dtypes = list(_TRANSFER_BYTES)
             raise ValueError(f"transfer_dtype must be None or one of {dtypes}, but is {self.transfer_dtype!r}")
-        sizes = self.measured
-        if sizes is not None and (len(sizes.vertices), len(sizes.edges)) != (len(self.widths), len(self.fanouts)):
+        for sizes in self.measured:
+            if (len(sizes.vertices), len(sizes.edges)) == (len(self.widths), len(self.fanouts)):
+                continue
             raise ValueError(
                 f"measured sizes are for {len(sizes.edges)} layers, but the model has {len(self.fanouts)}: give |V^0| "
                 f"to |V^L| and |E^1| to |E^L|"
@@ -180,6 +179,11 @@ class Workload:
         numbers = sum(wide * next_ for wide, next_ in pairwise(self.widths))
         return self.update_inputs * numbers * self.feature_bytes
 
+    def mean_neighbors(self, hop: int) -> float:
+        """Return the mean number of sampled neighbors of a vertex that a hop expands."""
+        degree, fanout = self.num_edges / self.num_vertices, self.fanouts[hop]
+        return degree if fanout < 0 else min(float(fanout), degree)
+
     def hit_rate(self, cache_bytes: float) -> float:
         """Return the fraction of feature reads that a cache of the rows most read answers."""
         return float(min(1.0, cache_bytes / (self.num_vertices * self.row_bytes)) ** (1 - self.read_skew))
@@ -188,17 +192,11 @@ class Workload:
         """Return the expected sizes of a mini-batch with ``seeds`` seeds."""
         # A vertex is expanded once, at its lowest hop, as in PyG. The model assumes uniformly random neighbors, so a
         # mini-batch cannot outgrow the graph.
-        if self.measured is not None:
-            factor = seeds / self.measured.seeds
-            return BatchSizes(
-                seeds,
-                tuple(size * factor for size in self.measured.vertices),
-                tuple(size * factor for size in self.measured.edges),
-            )
-        degree = self.num_edges / self.num_vertices
+        if self.measured:
+            return _interpolate(self.measured, seeds)
         frontier, vertices, edges = seeds, [seeds], [0.0]
-        for hop, fanout in enumerate(self.fanouts):
-            sampled = frontier * _expect_neighbors(fanout, degree, self.degree_spread, self.undirected and hop > 0)
+        for hop in range(self.num_layers):
+            sampled = frontier * self.mean_neighbors(hop)
             left = self.num_vertices - vertices[-1]
             frontier = max(0.0, left * (1 - exp(-sampled / self.num_vertices)))
             vertices.append(vertices[-1] + frontier)
@@ -206,17 +204,19 @@ class Workload:
         return BatchSizes(seeds, tuple(reversed(vertices)), tuple(reversed(edges[1:])))
 
 
-@cache
-def _expect_neighbors(fanout: int, degree: float, spread: float, by_degree: bool) -> float:
-    """Return the mean of sampled neighbors; ``by_degree``: of vertices that are reached in proportion to degree."""
-    if not spread or not degree:
-        return degree if fanout < 0 else min(float(fanout), degree)
-    center = log(degree) + spread**2 * (by_degree - 0.5)
-    steps = [0.02 * step for step in range(-300, 301)]
-    degrees = [exp(center + spread * step) for step in steps]
-    weights = [exp(-(step**2) / 2) for step in steps]
-    found = degrees if fanout < 0 else [min(float(fanout), each) for each in degrees]
-    return sum(each * weight for each, weight in zip(found, weights, strict=True)) / sum(weights)
+def _interpolate(measured: Sequence[BatchSizes], seeds: float) -> BatchSizes:
+    """Return the sizes of a mini-batch by a power law through the two nearest measured ones."""
+    # Larger mini-batches share more vertices, so sizes grow more slowly than the seeds.
+    place = next((index for index, sizes in enumerate(measured) if seeds <= sizes.seeds), len(measured) - 1)
+    high, low = measured[max(1, place) if len(measured) > 1 else 0], measured[max(0, place - 1)]
+    factor = seeds / high.seeds
+    steps = log(factor) / log(low.seeds / high.seeds) if low is not high else 0.0
+
+    def scale(large: Sequence[float], small: Sequence[float]) -> tuple[float, ...]:
+        pairs = zip(large, small, strict=True)
+        return tuple(a * ((b / a) ** steps if low is not high and a and b else factor) for a, b in pairs)
+
+    return BatchSizes(seeds, scale(high.vertices, low.vertices), scale(high.edges, low.edges))
 
 
 class PerformanceModel:
@@ -419,16 +419,19 @@ def describe_workload(
     ]
     widths = [features.size(-1), *outputs][: len(fanouts) + 1]
     widths += widths[-1:] * (len(fanouts) + 1 - len(widths))
-    # Measure the size of an iteration and the sampling rate if this package's own sampler is used.
-    measured, sampled_per_s = None, _DEFAULT_EDGES_PER_S
+    # Measure the sizes of mini-batches and the sampling rate if this package's own sampler is used. Trainers get parts
+    # of an iteration's seeds, and a part of the seeds reaches more than that part of the vertices.
+    measured: list[BatchSizes] = []
+    sampled_per_s = _DEFAULT_EDGES_PER_S
     if isinstance(loader, PipelineLoader):
-        seeds = _take_first_seeds(loader, total)
-        out, sampled_per_s = _time_sampling(lambda: loader.pipeline.sample(BatchTask(0, 0, seeds)).out)
-        if out.num_sampled_nodes and out.num_sampled_edges:
-            # The model counts vertices and edges from the input layer to the seeds, the reverse of the sampler's order.
-            vertices = list(accumulate(out.num_sampled_nodes))[::-1]
-            edges = list(accumulate(out.num_sampled_edges))[::-1]
-            measured = BatchSizes(len(seeds), tuple(map(float, vertices)), tuple(map(float, edges)))
+        for number in sorted({max(1, total // part) for part in (8, 4, 2, 1)}):
+            seeds = _take_first_seeds(loader, number)
+            out, sampled_per_s = _time_sampling(lambda: loader.pipeline.sample(BatchTask(0, 0, seeds)).out)  # noqa: B023
+            if out.num_sampled_nodes and out.num_sampled_edges and (not measured or len(seeds) > measured[-1].seeds):
+                # The model counts vertices and edges from the input layer to the seeds, the reverse of the sampler's.
+                vertices = list(accumulate(out.num_sampled_nodes))[::-1]
+                edges = list(accumulate(out.num_sampled_edges))[::-1]
+                measured.append(BatchSizes(len(seeds), tuple(map(float, vertices)), tuple(map(float, edges))))
         if isinstance(loader.pipeline, DevicePipeline):
             sampled_per_s = _DEFAULT_EDGES_PER_S  # that was the GPU
     # The transfer dtype applies to floating-point features only.
@@ -442,7 +445,7 @@ def describe_workload(
         feature_bytes=features.element_size(),
         index_bytes=8,
         update_inputs=2,
-        measured=measured,
+        measured=tuple(measured),
         transfer_dtype=transfer_dtype if features.is_floating_point() else None,
     )
     return workload, sampled_per_s

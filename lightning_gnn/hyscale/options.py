@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,8 @@ def allowed_drm(drm: bool | str | Path) -> bool | str | Path:
     return False if is_adaptive(drm) and not measurements_decide() else drm
 
 
+ADMITTED = "LGNN_CPU_TRAINERS"
+"""Environment variable with the CPU trainers that the process which starts the others has decided on."""
 NOMINAL_SEEDS = 1 << 16
 """Seeds of the mapping of mini-batches of unknown sizes, which are split in proportion."""
 DETERMINISTIC_MODE_WARNING = (
@@ -145,7 +148,7 @@ def default_threads(num_workers: int, trainers: TrainerSet, balanced: bool) -> T
 class HyScaleOptions:
     """Validated options of :class:`~lightning_gnn.hyscale.HyScaleStrategy`, which documents them."""
 
-    cpu_trainers: int
+    cpu_trainers: int | str
     cpu_share: str | float
     drm: bool | str | Path
     prefetch: int
@@ -159,7 +162,8 @@ class HyScaleOptions:
     agree_every: int
 
     def __post_init__(self) -> None:
-        whole_number(self.cpu_trainers, "cpu_trainers", 0)
+        if self.cpu_trainers != "auto":
+            whole_number(self.cpu_trainers, "cpu_trainers", 0)
         whole_number(self.agree_every, "agree_every", 1)
         share, sampling, drm, stall_timeout = self.cpu_share, self.accelerator_sampling, self.drm, self.stall_timeout
         if share != "auto" and not (isinstance(share, (int, float)) and 0.0 < share <= 1.0):
@@ -204,6 +208,16 @@ class HyScaleOptions:
     def automatic(self) -> bool:
         """Whether the shares are chosen automatically, not by the user."""
         return self.shares is None and self.cpu_share == "auto"
+
+    @property
+    def first_cpu_trainers(self) -> int:
+        """CPU trainers per node if nothing was predicted; those of the process that has started this one, if any."""
+        return int(os.environ.get(ADMITTED, 1) if isinstance(self.cpu_trainers, str) else self.cpu_trainers)
+
+    @property
+    def admits_cpu_trainers(self) -> bool:
+        """Whether predictions decide on CPU trainers: nothing that the user has set depends on them."""
+        return self.cpu_trainers == "auto" and self.automatic and not replays(self.drm) and measurements_decide()
 
     def accelerators(self, devices: list[torch.device]) -> list[torch.device]:
         """Return the user's accelerators, by default the Trainer's."""

@@ -21,6 +21,7 @@ from lightning_gnn.distributed.mixed_device_group import count_collectives
 from lightning_gnn.distributed.monitored_ranks import RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
+from lightning_gnn.hyscale.admission import AdmittingLauncher
 from lightning_gnn.hyscale.checks import check_precision
 from lightning_gnn.hyscale.drm import BalanceController, StageClock, StepReport
 from lightning_gnn.hyscale.loader_setup import HyScaleLoaders, RankInfo
@@ -39,6 +40,7 @@ from lightning_gnn.runtime.lightning import (
     DDPStrategy,
     RunningStage,
     _StrategyRegistry,
+    _SubprocessScriptLauncher,
     pl,
     rank_zero_warn,
 )
@@ -72,7 +74,8 @@ class HyScaleStrategy(WeightedDDPStrategy):
     per trainer and node (torchrun, SLURM, Ray); ``batch_size`` counts the seeds of all nodes.
 
     Args:
-        cpu_trainers: CPU trainers per node. ``Trainer(accelerator="cpu", devices=4)`` also sets four.
+        cpu_trainers: CPU trainers per node, or ``"auto"``: one, unless the performance model predicts that it would not
+            shorten an iteration by 5 %. ``Trainer(accelerator="cpu", devices=4)`` also sets four.
         cpu_share: Fraction of the seeds for the CPU trainers, in (0, 1], or ``"auto"``: the best value that the
             performance model predicts from short measurements, or the value in a checkpoint. ``drm`` may change it.
         drm: Whether to rebalance the work during training. ``"paper"`` follows algorithm 1 exactly; a path replays a
@@ -128,7 +131,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     def __init__(
         self,
-        cpu_trainers: int = 1,
+        cpu_trainers: int | str = "auto",
         cpu_share: str | float = "auto",
         drm: bool | str | Path = True,
         prefetch: int = 2,
@@ -186,10 +189,31 @@ class HyScaleStrategy(WeightedDDPStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         """Add the CPU trainers to the Trainer's devices."""
         if devices is not None:
-            self.trainers = build_trainer_set(self.options.cpu_trainers, self.options.accelerators(devices), devices)
-            order = range(len(self.trainers.devices))
-            devices = [self.trainers.devices[self.trainers.trainer_of_rank(rank)] for rank in order]
+            number, accelerators = self.options.first_cpu_trainers, self.options.accelerators(devices)
+            self.trainers = build_trainer_set(number, accelerators, devices)
+            devices = self._devices_of_ranks()
         self._parallel_devices = devices
+
+    def _devices_of_ranks(self) -> list[torch.device]:
+        order = range(len(self.trainers.devices))
+        return [self.trainers.devices[self.trainers.trainer_of_rank(rank)] for rank in order]
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Decide on CPU trainers before the processes start; where they exist already, a trial decides."""
+        super()._configure_launcher()
+        environment, trainers = self.cluster_environment, self.trainers
+        assert environment is not None
+        if not (self.options.admits_cpu_trainers and trainers.num_cpu and trainers.num_accelerators):
+            return
+        if isinstance(self._launcher, _SubprocessScriptLauncher) and not environment.creates_processes_externally:
+            self._launcher = AdmittingLauncher(environment, self.num_processes, self.num_nodes)
+
+    def admit(self, cpu_trainers: int) -> None:
+        """Set the number of CPU trainers, before any process is started."""
+        self.trainers = TrainerSet.of(cpu_trainers, self.trainers.accelerators)
+        self._parallel_devices = self._devices_of_ranks()
+        self.set_world_ranks()
 
     @property
     @override

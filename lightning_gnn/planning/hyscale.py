@@ -139,7 +139,7 @@ def measure_node(
     check_training(loader, module)
     options, trainers = options_of(trainer)
     if machine is not None:
-        trainers = TrainerSet.of(options.cpu_trainers, [torch.device("cpu")] * machine.num_accelerators)
+        trainers = TrainerSet.of(options.first_cpu_trainers, [torch.device("cpu")] * machine.num_accelerators)
     # Each node of the cluster trains on an equal part of a mini-batch; without hyscale, each accelerator on its own.
     processes = 1 if is_hybrid else max(1, trainers.num_accelerators)
     total = processes * seeds_of_iteration(loader) // (trainer.num_nodes if is_hybrid else 1)
@@ -240,7 +240,7 @@ def print_forecast(found: HybridForecast, console: Console) -> None:
 
     # Print the size of an iteration, which puts the times below into proportion.
     size = work.sizes(found.best.total)
-    kind = "as measured" if work.measured is not None else "as expected"
+    kind = "as measured" if work.measured else "as expected"
     console.print(
         f"An iteration of a node: {found.best.total:,} seeds, {size.vertices[0]:,.0f} vertices and "
         f"{size.edges[0]:,.0f} edges, {kind}; widths {'-'.join(map(str, work.widths))}",

@@ -155,6 +155,7 @@ if TYPE_CHECKING or PACKAGE == "pytorch_lightning":
         Strategy,
         StrategyRegistry,
     )
+    from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
     from pytorch_lightning.trainer.states import RunningStage, TrainerFn, TrainerStatus
@@ -198,6 +199,7 @@ else:
         Strategy,
         StrategyRegistry,
     )
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus

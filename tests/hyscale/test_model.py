@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.hyscale.model import ALVEO_U250, TERAFLOPS, DataflowKernel, cpu_gpu, paper_workload
+from benchmarks.hyscale.model import ALVEO_U250, TERAFLOPS, DataflowKernel, SpreadWorkload, cpu_gpu, paper_workload
 from lightning_gnn.hyscale.analytic import BatchSizes, PerformanceModel, Platform, Processor, Workload
 from lightning_gnn.hyscale.costs import TaskMapping
 
@@ -15,7 +15,7 @@ GPU = Processor(flops=40e9, memory_bandwidth=20e9)
 FPGA = Processor(flops=8e9, memory_bandwidth=5e9, pipelined=True)
 SIZES = BatchSizes(100, (5000, 900, 100), (8000, 1500))
 """100 seeds, 5000 sampled nodes, 900 of them expanded; 1500 edges into the seeds, 8000 in total."""
-WORK = Workload(100_000, 1_000_000, 1000, 100, (15, 10), (64, 32, 8), measured=SIZES)
+WORK = Workload(100_000, 1_000_000, 1000, 100, (15, 10), (64, 32, 8), measured=(SIZES,))
 
 
 def test_trainer_time_by_hand():
@@ -154,7 +154,7 @@ def test_hybrid_speedup_of_the_paper_where_only_flops_count():
 
 
 def test_spread_degrees_by_hand():
-    work = Workload(10**12, 10**13, 1, 1, (-1, -1), (4, 4, 4), degree_spread=1.0)
+    work = SpreadWorkload(10**12, 10**13, 1, 1, (-1, -1), (4, 4, 4), degree_spread=1.0)
     assert work.sizes(1).edges == (pytest.approx(10 + 100), pytest.approx(10))
     by_degree = replace(work, undirected=True)  # the mean degree at the end of an edge is E[d^2] / E[d] = 10 e
     assert by_degree.sizes(1).edges == (pytest.approx(10 + 100 * e, rel=1e-4), pytest.approx(10))
@@ -180,9 +180,9 @@ def test_scattered_rows_slow_cpu_trainers_only():
         (lambda: replace(WORK, widths=(64, 32)), "2 fanouts need 3 widths"),
         (lambda: replace(WORK, fanouts=(15, -2)), "-1"),
         (lambda: replace(WORK, batch_size=0), "positive"),
-        (lambda: replace(WORK, degree_spread=-1), "must not be negative, but is -1"),
+        (lambda: SpreadWorkload(1, 1, 1, 1, (1,), (1, 1), degree_spread=-1), "must not be negative, but is -1"),
         (lambda: replace(WORK, transfer_dtype="int4"), "None or one of"),
-        (lambda: replace(WORK, measured=BatchSizes(1, (1, 1), (1,))), "1 layers"),
+        (lambda: replace(WORK, measured=(BatchSizes(1, (1, 1), (1,)),)), "1 layers"),
         (lambda: PerformanceModel(Platform(CPU, 4), WORK).best_mapping(0), "nothing to train on"),
         (lambda: PerformanceModel(Platform(CPU, 4), WORK).best_mapping(1, 2), "need 3"),
         (lambda: PerformanceModel(Platform(CPU, 4), WORK).stage_times(TaskMapping((50, 50), 1)), "1 accelerators"),

@@ -226,8 +226,8 @@ def test_links_are_modeled_as_nodes_are():
     edges = make_graph().edge_index[:, :50]
     links = LinkDataModule(make_graph(), edges, num_neighbors=[2], batch_size=20, neg_sampling="binary")
     workload, rate = describe_workload(links.train_dataloader(), Plain(), 20)
-    assert (workload.fanouts, workload.num_train, workload.measured.seeds) == ((2,), 50, 20)
-    assert workload.measured.vertices[-1] > 40  # two nodes of each edge, and of each negative one
+    assert (workload.fanouts, workload.num_train, workload.measured[-1].seeds) == ((2,), 50, 20)
+    assert workload.measured[-1].vertices[-1] > 40  # two nodes of each edge, and of each negative one
     assert rate > 0
 
 
