@@ -36,6 +36,7 @@ STAGE_NAMES: dict[Stage, str] = {
 Threads = tuple[int, int, int]
 """CPU threads of Sampling, Feature Loading and all CPU trainers."""
 
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 HISTORY = 40
 """Measurements used per task."""
 CHANGE = 1.3
@@ -428,6 +429,12 @@ def _busy_under(costs: NodeCosts[Any], mapping: TaskMapping) -> Busy:
     """Return the seconds for which each resource is busy under a mapping."""
     collective = mapping.buffers is not None and costs.can_gather
     return busy_seconds(costs, collective, mapping.seeds, mapping.threads, mapping.accelerator_fraction)
+
+
+def should_sample(number: int, share: float) -> bool:
+    """Whether an accelerator samples mini-batch ``number``, so that it samples ``share`` of them on average."""
+    # Multiples of the golden ratio modulo 1 are low-discrepancy: the chosen mini-batches are evenly spaced.
+    return number * _GOLDEN_RATIO % 1.0 < share
 
 
 def split_evenly(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from lightning_gnn.hyscale.options import (
     replays,
     seeds_of_iteration,
 )
-from lightning_gnn.hyscale.planner.search import NodePlan, plan_node
+from lightning_gnn.hyscale.plan import NodePlan, plan
 from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
 from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
@@ -55,12 +55,11 @@ class HybridForecast:
             mappings = {"best": self._to_dict(self.best), "begin": self._to_dict(self.begin)}
             state = {**mappings, "stages_of_best": rows, **state}
         if self.plan is not None:
-            plan, alone = self.plan, {name: each.to_dict() for name, each in self.plan.single.items()}
-            for name, seconds in plan.single_seconds.items():
-                alone[name] |= {"iteration_s": seconds}
+            found = self.plan
             state["node"] = {
-                **plan.mapping.to_dict(), "iteration_s": plan.seconds, "lower_bound_s": plan.bound, "gap": plan.gap,
-                "alone": alone, "float16_s": self.float16_s,
+                **found.mapping.to_dict(), "iteration_s": found.seconds, "lower_bound_s": found.bound, "gap": found.gap,
+                "alone": {name: {**each.to_dict(), "iteration_s": sec} for name, (each, sec) in found.alone.items()},
+                "float16_s": self.float16_s,
             }  # fmt: skip
         write_whole(Path(directory) / "plan.yaml", yaml.safe_dump(state, sort_keys=False))
 
@@ -92,20 +91,20 @@ class Node:
         if dtype is not None:
             model = PerformanceModel(model.platform, replace(model.workload, transfer_dtype=dtype))
         total, threads = model.workload.batch_size, self.num_threads(cpu_trainers)
-        return plan_node(model.linear_costs(cpu_trainers), total, cpu_trainers, threads, gpu_buffer_size)
+        return plan(model.costs(cpu_trainers), total, cpu_trainers, threads, gpu_buffer_size)
 
-    def forecast(self, cpu_trainers: int, plan: NodePlan | None, is_hybrid: bool = True) -> HybridForecast:
+    def forecast(self, cpu_trainers: int, found: NodePlan | None, is_hybrid: bool = True) -> HybridForecast:
         """Return the predictions for a number of CPU trainers."""
         model, work, half = self.model, self.model.workload, None
         best = model.best_mapping(cpu_trainers, self.num_threads(cpu_trainers))
-        if plan is not None and work.transfer_dtype is None and work.feature_bytes > 2:
+        if found is not None and work.transfer_dtype is None and work.feature_bytes > 2:
             # It rounds values, and collective batching copies mini-batches unchanged, so it is not part of a plan.
-            half = self.plan(cpu_trainers, dtype="float16").single_seconds["hybrid training"]
-            half = half if half <= (1 - MIN_GAIN) * plan.seconds else None
+            half = self.plan(cpu_trainers, dtype="float16").alone["hybrid training"][1]
+            half = half if half <= (1 - MIN_GAIN) * found.seconds else None
         begin = best if is_hybrid else None
         if is_hybrid and self.origin == "measured":
             begin = _initial_mapping(self, best)
-        return HybridForecast(model, best, begin, plan, half, self.origin)
+        return HybridForecast(model, best, begin, found, half, self.origin)
 
 
 def forecast(
@@ -120,8 +119,8 @@ def forecast(
     With ``gpu_buffer_size``, the most mini-batches that an accelerator prepares in a row, also plan the whole node.
     """
     node = measure_node(datamodule, module, trainer, machine, gpu_buffer_size is not None)
-    plan = None if gpu_buffer_size is None else node.plan(node.trainers.num_cpu, gpu_buffer_size)
-    return node.forecast(node.trainers.num_cpu, plan, isinstance(trainer.strategy, HyScaleStrategy))
+    found = None if gpu_buffer_size is None else node.plan(node.trainers.num_cpu, gpu_buffer_size)
+    return node.forecast(node.trainers.num_cpu, found, isinstance(trainer.strategy, HyScaleStrategy))
 
 
 def measure_node(
@@ -279,15 +278,15 @@ def _print_stages(found: HybridForecast, begin: TaskMapping, console: Console) -
         )
 
 
-def _print_plan(plan: NodePlan, float16_s: float | None, console: Console) -> None:
-    table = _table(f"Together: {plan.mapping}", ["system", "ms an iteration", "of the plan"])
-    for name, seconds in {"all together": plan.seconds, **plan.single_seconds}.items():
-        table.add_row(name, f"{1e3 * seconds:.4g}", f"{seconds / plan.seconds:.0%}")
+def _print_plan(found: NodePlan, float16_s: float | None, console: Console) -> None:
+    table = _table(f"Together: {found.mapping}", ["system", "ms an iteration", "of the plan"])
+    for name, (_, seconds) in {"all together": (found.mapping, found.seconds), **found.alone}.items():
+        table.add_row(name, f"{1e3 * seconds:.4g}", f"{seconds / found.seconds:.0%}")
     console.print(table)
-    doing = "sample" if plan.mapping.buffers is None else "prepare"
+    doing = "sample" if found.mapping.buffers is None else "prepare"
     console.print(
-        f"Accelerators {doing} {plan.mapping.accelerator_fraction:.0%} of their mini-batches. Predicted: "
-        f"{1e3 * plan.seconds:.4g} ms an iteration, lower bound {1e3 * plan.bound:.4g} ms, gap {plan.gap:.1%}.",
+        f"Accelerators {doing} {found.mapping.accelerator_fraction:.0%} of their mini-batches. Predicted: "
+        f"{1e3 * found.seconds:.4g} ms an iteration, lower bound {1e3 * found.bound:.4g} ms, gap {found.gap:.1%}.",
         highlight=False,
     )
     if float16_s is not None:

@@ -16,7 +16,7 @@ import torch
 from lightning_gnn.collective.plan import PREPARATION_STAGES, StageTimes
 from lightning_gnn.hyscale.costs import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.options import TrainerSet, is_adaptive, replays, validate_shares
-from lightning_gnn.hyscale.planner.profile import NodePlanner
+from lightning_gnn.hyscale.plan import NodePlanner
 from lightning_gnn.hyscale.resource_manager.decisions import Decision, ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
 from lightning_gnn.hyscale.resource_manager.resources import MIN_SAMPLING_SHARE, DynamicResourceManager

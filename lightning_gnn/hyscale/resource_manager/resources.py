@@ -1,7 +1,7 @@
 """Dynamic resource management of hybrid training (HyScale-GNN, section IV-A): replanning from measured stage times.
 
 Where algorithm 1 moves one unit of work per iteration (``published.py``), this manager plans again by the closed forms
-of ``planner/relaxation.py``, with the costs that the last iterations show. Damping, justified by
+of ``plan.py``, with the costs that the last iterations show. Damping, justified by
 ``benchmarks/hyscale/resource_manager.py``: a dead band that narrows with more measurements, and undoing every change
 after which iterations are slower.
 """
@@ -27,7 +27,7 @@ from lightning_gnn.hyscale.costs import (
     iteration,
     stages,
 )
-from lightning_gnn.hyscale.planner.relaxation import best_seeds, candidates
+from lightning_gnn.hyscale.plan import best_seeds, candidates
 from lightning_gnn.hyscale.resource_manager.decisions import Decision, Recorder, describe_change, format_ms
 
 MIN_SAMPLING_SHARE = 0.01
