@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 import yaml
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from lightning_gnn.hyscale.accelerator_sampling import find_sampling, wanted_sampling
 from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor, describe_workload, model_of
@@ -32,6 +30,7 @@ from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading.loaders import num_workers_of
 from lightning_gnn.planning.forecast import MIN_GAIN
+from lightning_gnn.report.tables import make_table
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text, write_whole
 from lightning_gnn.runtime.lightning import pl
 
@@ -233,7 +232,7 @@ def _propagation_bound(model: PerformanceModel, processor: Processor, seeds: flo
 def print_forecast(found: HybridForecast, console: Console) -> None:
     """Print platform, best mapping, stages and initial mapping."""
     model, work = found.model, found.model.workload
-    table = _table(f"Machine, as {found.origin}", ["", ""])
+    table = make_table(f"Machine, as {found.origin}", "", "")
     for name, value in numbers_of(model.platform).items():
         table.add_row(name, _format(name, value))
     console.print(table)
@@ -257,7 +256,7 @@ def _print_stages(found: HybridForecast, begin: TaskMapping, console: Console) -
     model = found.model
     rows = stages(model, found.best)
     iteration = model.iteration_time(found.best)
-    table = _table(f"Best mapping: {found.best}", ["stage", "ms", "of the iteration", "bound by"])
+    table = make_table(f"Best mapping: {found.best}", "stage", "ms", "of the iteration", "bound by", left=["bound by"])
     for name, seconds, bound in rows:
         row = (name, f"{1e3 * seconds:.4g}", f"{seconds / iteration:.0%}", bound)
         own = seconds + model.sync_time() if name.startswith("Propagation") else seconds
@@ -279,7 +278,7 @@ def _print_stages(found: HybridForecast, begin: TaskMapping, console: Console) -
 
 
 def _print_plan(found: NodePlan, float16_s: float | None, console: Console) -> None:
-    table = _table(f"Together: {found.mapping}", ["system", "ms an iteration", "of the plan"])
+    table = make_table(f"Together: {found.mapping}", "system", "ms an iteration", "of the plan")
     for name, (_, seconds) in {"all together": (found.mapping, found.seconds), **found.alone}.items():
         table.add_row(name, f"{1e3 * seconds:.4g}", f"{seconds / found.seconds:.0%}")
     console.print(table)
@@ -294,14 +293,6 @@ def _print_plan(found: NodePlan, float16_s: float | None, console: Console) -> N
             f"Other setting: trainer.strategy.transfer_dtype=float16 rounds features, {1e3 * float16_s:.4g} ms.",
             highlight=False,
         )
-
-
-def _table(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if not index or name == "bound by" else "right")
-    table.columns[0].style = "cyan"
-    return table
 
 
 def _format(name: str, value: float) -> str:
