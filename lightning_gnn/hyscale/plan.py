@@ -101,9 +101,9 @@ def candidates(costs: NodeCosts[Cost], total: int, cpu_trainers: int, num_thread
         num_threads: CPU threads to distribute, at least one per task.
     """
     most = num_threads - 2
-    counts = {0}
+    counts = [0]
     if cpu_trainers:
-        counts = {*range(cpu_trainers, most + 1, 1 + most // _MAX_THREAD_COUNTS), most}
+        counts = sorted({*range(cpu_trainers, most + 1, 1 + most // _MAX_THREAD_COUNTS), most})
     kinds = {False, costs.can_gather}
     found = (_best_threads(costs, kind, total, cpu_trainers, num_threads, count) for kind in kinds for count in counts)
     return sorted(found, key=_seconds)

@@ -141,6 +141,16 @@ def test_an_independent_simulation_agrees(name):
     assert ours == pytest.approx(planned.seconds, rel=0.15)
 
 
+def test_turns_are_measured_whole():
+    """An iteration takes as long however many are simulated, also if accelerator and CPU take turns of 13."""
+    work = Workload(2_449_029, 123_718_280, 196_615, 1024, (15, 10, 5), (100, 256, 256, 47), update_inputs=2)
+    setting = Setting("", PerformanceModel(MACHINES["B: RTX 3090, 8 cores"], work), 0.0)
+    mapping = TaskMapping((1024,), 0, (4, 4, 0), 0.77, (10, 3, 28, 3))
+    seconds = [simulate_iterations(setting.costs(0), mapping, count) for count in (200, 205, 210, 1300)]
+    assert max(seconds) <= 1.005 * min(seconds)
+    assert judged(setting.costs(0), mapping, 1300, [3]) == pytest.approx(seconds[-1], rel=0.01)
+
+
 def test_a_mapping_with_buffers_is_saved_and_described():
     mapping = TaskMapping((28, 100, 128), 1, (3, 2, 2), 0.5, (2, 4, 7, 0))
     assert TaskMapping.from_dict(mapping.to_dict()) == mapping
