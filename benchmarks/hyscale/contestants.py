@@ -24,6 +24,7 @@ from benchmarks.hyscale.simulated_accelerator import CLASSES, Disturbance, Paced
 from benchmarks.sampling.minibatch import make_data
 from benchmarks.scripts import serve
 from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.hyscale import admission
 from lightning_gnn.hyscale import analytic as first_mapping
 from lightning_gnn.hyscale.analytic import Platform
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
@@ -98,17 +99,20 @@ class KnownAccelerator:
     def __init__(self, speed: float | None, threads: int, link: float) -> None:
         self._speed, self._threads, self._link = speed, threads, link
         self._measure, self._describe = first_mapping.measure_platform, first_mapping.describe_workload
+        self._cached = admission.cached_platform
         self.notes: dict[str, Any] = {}
 
     def __enter__(self) -> KnownAccelerator:
         """Replace the measurement."""
         first_mapping.measure_platform = self._platform
-        first_mapping.describe_workload = self._workload
+        first_mapping.describe_workload = admission.describe_workload = self._workload
+        admission.cached_platform = self._platform
         return self
 
     def __exit__(self, *error: object) -> None:
         """Restore the measurement."""
-        first_mapping.measure_platform, first_mapping.describe_workload = self._measure, self._describe
+        first_mapping.measure_platform, admission.cached_platform = self._measure, self._cached
+        first_mapping.describe_workload = admission.describe_workload = self._describe
 
     def _platform(self, *arguments: Any) -> Platform:
         platform = self._measure(*arguments)

@@ -17,6 +17,8 @@ Wait = float | str
 """Seconds to wait, or the name of the event to wait for."""
 Process = Generator[Wait, None, None]
 Seconds = Callable[[str, int], float]  # of a stage of a mini-batch
+_SOURCES = {"sample_accelerator": None, "sample": "sample_accelerator", "load": "sample", "dma": "load"}
+"""The stages of a trainer without collective batching; each mini-batch comes from another one."""
 TURN_S = 1e-3
 """Seconds for which a thread keeps a core that others wait for."""
 
@@ -98,12 +100,12 @@ class JudgedNode:
         ``in_flight`` is the maximum number of mini-batches in all stages. ``trainer`` is the number of CPU threads that
         train, 0 on an accelerator.
         """
-        state: dict[str, Any] = {"next": 0, "in_flight": 0, "most": in_flight, "sample": [], "load": [], "dma": []}
+        state: dict[str, Any] = {"next": 0, "in_flight": 0, "most": in_flight, **{stage: [] for stage in _SOURCES}}
 
         def here(number: int) -> bool:
             return AcceleratorSampling.should_sample(number, fraction)
 
-        for stage, count in (("sample", threads[0]), ("load", threads[1]), ("dma", 1)):
+        for stage, count in (("sample_accelerator", 1), ("sample", threads[0]), ("load", threads[1]), ("dma", 1)):
             for _ in range(count):
                 self.events.start(self._stage(name, stage, state, seconds, here))
         self.events.start(
@@ -176,9 +178,9 @@ class JudgedNode:
     def _stage(
         self, name: str, stage: str, state: dict[str, Any], seconds: Seconds, here: Callable[[int], bool]
     ) -> Process:
-        source, target = {"sample": ("", "sample"), "load": ("sample", "load"), "dma": ("load", "dma")}[stage]
+        source = _SOURCES[stage]
         while True:
-            if stage == "sample":
+            if source is None:
                 while state["in_flight"] >= state["most"] or state["next"] == self.iterations:
                     yield f"{name} room"
                 number, state["next"] = state["next"], state["next"] + 1
@@ -190,12 +192,13 @@ class JudgedNode:
                 state[source].remove(number)
             if stage == "dma":
                 yield seconds("dma", number)
-            elif stage == "sample" and here(number):
-                yield seconds("gpu_batching", number)
-            else:
+            elif stage == "sample_accelerator":
+                if here(number):
+                    yield seconds("gpu_batching", number)
+            elif stage == "load" or not here(number):
                 yield from self._core(seconds(stage, number))
-            state[target].append(number)
-            self.events.happens(f"{name} {target}")
+            state[stage].append(number)
+            self.events.happens(f"{name} {stage}")
 
     def _train_staged(
         self, name: str, state: dict[str, Any], seconds: Seconds, here: Callable[[int], bool], trainer: int

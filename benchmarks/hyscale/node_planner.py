@@ -24,14 +24,16 @@ from benchmarks.harness import compare, machine, measure, parse, publish
 from benchmarks.hyscale.model import SpreadWorkload
 from benchmarks.hyscale.node_events import JudgedNode
 from benchmarks.hyscale.sleeping_node import SleepingNode
+from lightning_gnn.collective.dispatcher import Dispatcher
+from lightning_gnn.collective.plan import Duration, StageTimes
 from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor
-from lightning_gnn.hyscale.costs import NodeCosts, TaskMapping
-from lightning_gnn.hyscale.planner.search import NodePlan, plan_node
-from lightning_gnn.hyscale.planner.simulate import MIN_IN_FLIGHT, simulate_iterations
+from lightning_gnn.hyscale.costs import NodeCosts, TaskMapping, linearize, split_evenly
+from lightning_gnn.hyscale.plan import NodePlan, plan
+from lightning_gnn.hyscale.simulate import MIN_IN_FLIGHT, simulate_iterations
 
 SIZES = {
     "settings": (200, 4),
-    "iterations": (600, 60),
+    "iterations": (1300, 60),
     "draws": (1, 1),
     "sleeping": (0, 0),
     "slower": (4, 1),
@@ -72,6 +74,8 @@ MACHINES = {
     "workstation: small GPU, 8 cores": _machine(8, 50, 60e9, (4.4, 192, 6), PCIE_3, sampling=20e6),
     "laptop: 8 cores, mobile GPU": _machine(8, 40, 50e9, (2.5, 112, 4), PCIE_3 / 4, sampling=10e6),
 }
+GPU_BUFFER, DISPATCHED = 10, 600
+"""Most mini-batches that an accelerator prepares in a row, and mini-batches of an epoch of MorphGL alone."""
 MIN_HYBRID_GAIN = 0.003
 """Gain from which a CPU trainer is added, as between the planner's own alternatives."""
 SLEEPING = "laptop: 8 cores, mobile GPU"
@@ -96,7 +100,9 @@ class Setting:
 
     def costs(self, cpu_trainers: int) -> NodeCosts:
         """Return the costs, linear around equal shares."""
-        return replace(self.model.linear_costs(cpu_trainers), spread=self.spread)
+        trainers = cpu_trainers + self.model.platform.num_accelerators
+        seeds = [self.model.workload.batch_size / trainers] * trainers
+        return replace(linearize(self.model.costs(cpu_trainers), seeds), spread=self.spread)
 
 
 def draw(source: random.Random) -> Setting:
@@ -163,24 +169,47 @@ def _look_up(drawn: dict[str, Any], stage: str, number: int) -> float:
     return float(drawn[stage][number])
 
 
-def contestants(setting: Setting) -> tuple[dict[str, tuple[int, TaskMapping]], NodePlan]:
+def morphgl(costs: NodeCosts, total: int, threads: int) -> TaskMapping:
+    """Return the plan of collective batching's own dispatcher, by a grid."""
+    assert costs.sample_accelerator is not None
+    assert costs.gather_accelerator is not None
+    mapping = TaskMapping(split_evenly(total, costs.train), 0, (threads // 2, threads - threads // 2, 0))
+    seeds = max(mapping.seeds)
+    means = {
+        "cpu_batching": costs.sample.seconds(seeds) + costs.load(1).seconds(seeds),
+        "dma": costs.transfer.seconds(seeds),
+        "gpu_batching": costs.sample_accelerator.seconds(seeds),
+        "uva": costs.gather_accelerator(GPU_BUFFER).seconds(seeds),
+        "model": max(cost.seconds(seeds) for cost in costs.train) + costs.sync,
+    }
+    durations = {name: Duration(mean, costs.spread * mean) for name, mean in means.items()}
+    times = StageTimes(**durations, cpu_workers=max(1, threads // costs.num_accelerators))
+    found = Dispatcher(times, GPU_BUFFER, num_batches=DISPATCHED).plan()
+    buffers = (*found.buffers, found.ahead, found.row)
+    return replace(mapping, accelerator_sampling=1 - found.cpu_share, buffers=buffers)
+
+
+def make_plans(setting: Setting) -> dict[int, NodePlan]:
+    """Return the plans without and with a CPU trainer."""
+    cores, total = setting.model.platform.cores, setting.model.workload.batch_size
+    return {
+        number: plan(setting.costs(number), total, number, cores, GPU_BUFFER)
+        for number in (0, 1)
+        if cores >= 2 + number
+    }
+
+
+def contestants(setting: Setting, plans: dict[int, NodePlan]) -> tuple[dict[str, tuple[int, TaskMapping]], NodePlan]:
     """Return the CPU trainers and the mapping of each system: ours, each system alone and each pure mode."""
-    plans = {}
-    cores = setting.model.platform.cores
-    for cpu_trainers in (0, 1):
-        if cores >= 2 + cpu_trainers:
-            plans[cpu_trainers] = plan_node(
-                setting.costs(cpu_trainers), setting.model.workload.batch_size, cpu_trainers, cores
-            )
+    cores, total = setting.model.platform.cores, setting.model.workload.batch_size
     is_faster = 1 in plans and plans[1].seconds < (1 - MIN_HYBRID_GAIN) * plans[0].seconds
     best = int(is_faster and plans[1].mapping.cpu_seeds > 0)  # a CPU trainer without seeds only takes threads
     found = {"ours": (best, plans[best].mapping)}
-    found["HyScale alone"] = (1, plans[1].single["hybrid training"])
+    found["HyScale alone"] = (1, plans[1].alone["hybrid training"][0])
     found["equations 5 to 13"] = (1, setting.model.best_mapping(1, cores))
-    alone = plans[0].single
-    found["MorphGL alone"] = (0, alone["collective batching"])
-    found["accelerators prepare all"] = (0, alone["accelerators prepare all"])
-    found["CPU prepares all"] = (0, alone["CPU prepares all"])
+    found["MorphGL alone"] = (0, morphgl(setting.costs(0), total, cores))
+    for name in ("accelerators prepare all", "CPU prepares all"):
+        found[name] = (0, plans[0].alone[name][0])
     return found, plans[best]
 
 
@@ -188,20 +217,21 @@ def _run(
     setting: Setting, iterations: int, draws: Sequence[int]
 ) -> tuple[dict[str, float], dict[str, tuple[int, TaskMapping]], NodePlan, float]:
     start = time.process_time()
-    systems, plan = contestants(setting)
+    plans = make_plans(setting)
     planning = time.process_time() - start
+    systems, chosen = contestants(setting, plans)
     seconds = {
         name: judged(setting.costs(cpu_trainers), mapping, iterations, draws)
         for name, (cpu_trainers, mapping) in systems.items()
     }
-    return seconds, systems, plan, planning
+    return seconds, systems, chosen, planning
 
 
 def _row(
     setting: Setting,
     seconds: dict[str, float],
     systems: dict[str, tuple[int, TaskMapping]],
-    plan: NodePlan,
+    chosen: NodePlan,
     planning: float,
 ) -> dict[str, Any]:
     ours = seconds.pop("ours")
@@ -210,7 +240,7 @@ def _row(
     ratio = ours / seconds[best]
     print(f"{ratio:.3f} of {best}: {setting.name}: {mapping}", flush=True)
     return {
-        "setting": setting.name, "ours_ms": 1e3 * ours, "predicted_ms": 1e3 * plan.seconds, "gap": plan.gap,
+        "setting": setting.name, "ours_ms": 1e3 * ours, "predicted_ms": 1e3 * chosen.seconds, "gap": chosen.gap,
         "best alone": best, "ratio": ratio, **{f"{name}_ms": 1e3 * each for name, each in seconds.items()},
         "mapping": str(mapping), "cpu_seeds": mapping.cpu_seeds / mapping.total,
         "on_accelerators": mapping.accelerator_fraction, "planning_s": planning,
@@ -271,7 +301,7 @@ def sleep(iterations: int, slower: int, runs: int, out: Path | None) -> dict[str
         *DATA["Twitter"][:3], 1024, (25, 10), (DATA["Twitter"][3], 256, 64), update_inputs=2, degree_spread=1.2
     )
     setting = Setting(SLEEPING, PerformanceModel(MACHINES[SLEEPING], work), 0.05)
-    systems, _ = contestants(setting)
+    systems, _ = contestants(setting, make_plans(setting))
     predicted, calls = {}, {}
     for name, (cpu_trainers, mapping) in systems.items():
         costs = setting.costs(cpu_trainers)

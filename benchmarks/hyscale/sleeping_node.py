@@ -16,7 +16,7 @@ from lightning_gnn.collective.plan import PREPARATION_STAGES, Duration, StageTim
 from lightning_gnn.collective.simulate import draw_durations
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.costs import NodeCosts, TaskMapping
-from lightning_gnn.hyscale.planner.simulate import MIN_IN_FLIGHT
+from lightning_gnn.hyscale.simulate import MIN_IN_FLIGHT
 
 _STAGES = ("sample", "load", "dma")
 StageSeconds = Callable[[NodeCosts, TaskMapping, int], dict[str, float]]

@@ -8,6 +8,7 @@ from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 
 from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
 from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, find_gpu
+from lightning_gnn.hyscale.costs import should_sample
 from lightning_gnn.hyscale.options import PyGLoader, TrainerSet
 from lightning_gnn.loading.loaders import NodeLoader
 from lightning_gnn.runtime.devices import on_stream
@@ -16,7 +17,6 @@ from lightning_gnn.sampling.neighbor import NeighborSampler, nonuniform_features
 
 SAMPLES_ON_GPU = "on ranks with a GPU, the DataModule samples and gathers all mini-batches there already"
 """Reason why options of HyScale's own stages have no effect."""
-_GOLDEN_RATIO = (5**0.5 - 1) / 2
 _EXACT_BACKENDS = (None, "numba", "reference")
 
 
@@ -38,11 +38,7 @@ class AcceleratorSampling:
         self._device_sampler = sampler if device.type == "cpu" else _copy_to_device(sampler, device)
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
-    @staticmethod
-    def should_sample(number: int, share: float) -> bool:
-        """Whether the accelerator samples mini-batch ``number``, so that it samples ``share`` of them on average."""
-        # Multiples of the golden ratio modulo 1 are low-discrepancy: the chosen mini-batches are evenly spaced.
-        return number * _GOLDEN_RATIO % 1.0 < share
+    should_sample = staticmethod(should_sample)
 
     def sample(self, inputs: NodeSamplerInput, key: int) -> SamplerOutput:
         """Sample a mini-batch and return the sample in CPU memory."""

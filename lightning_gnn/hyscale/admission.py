@@ -12,14 +12,14 @@ import os
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from lightning_gnn.datamodules.base import MiniBatchDataModule
-from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, describe_workload, measure_platform
+from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, cached_platform, describe_workload
 from lightning_gnn.hyscale.options import (
     ADMITTED,
     HyScaleOptions,
@@ -30,9 +30,6 @@ from lightning_gnn.hyscale.options import (
 )
 from lightning_gnn.loading.loaders import num_workers_of
 from lightning_gnn.runtime.lightning import TrainerFn, _SubprocessScriptLauncher, pl, rank_zero_info
-
-if TYPE_CHECKING:
-    from lightning_gnn.hyscale.strategy import HyScaleStrategy
 
 MIN_CPU_SHARE = 0.05
 """Share of the node's rates below which CPU trainers are not modeled: they could not gain more than this."""
@@ -70,7 +67,7 @@ def admit_cpu_trainers(trainers: TrainerSet, loader: object, module: nn.Module, 
     if isinstance(loader, PyGLoader):
         total = seeds_of_iteration(loader)
         workload, sampled_per_s = describe_workload(loader, module, total, options.transfer_dtype)
-    platform = measure_platform(trainers, sampled_per_s or 1.0)
+    platform = cached_platform(trainers, sampled_per_s or 1.0)
     bound = cpu_share_bound(platform)
     if bound < MIN_CPU_SHARE:
         return Admission(0, f"the CPU has {bound:.1%} of this machine's arithmetic or bandwidth")
@@ -94,7 +91,7 @@ class AdmittingLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
-        strategy: HyScaleStrategy = trainer.strategy  # type: ignore[assignment]
+        strategy: Any = trainer.strategy
         if trainer.state.fn == TrainerFn.FITTING:
             strategy.admit(self._decide(strategy, **signature(function).bind(*args, **kwargs).arguments))
             self.num_processes = strategy.num_processes
@@ -103,7 +100,7 @@ class AdmittingLauncher(_SubprocessScriptLauncher):
             return function(*args, **kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
-    def _decide(self, strategy: HyScaleStrategy, **fit: Any) -> int:
+    def _decide(self, strategy: Any, **fit: Any) -> int:
         """Return the number of CPU trainers: the checkpoint's in a resumed run, else the predicted one."""
         if (saved := _saved_cpu_trainers(strategy.strategy_name, fit.get("ckpt_path"))) is not None:
             return saved

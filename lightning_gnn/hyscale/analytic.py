@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from math import ceil, exp, inf, log
@@ -19,27 +20,25 @@ from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.costs import (
-    Cost,
     Curve,
     IterationTimes,
     NodeCosts,
     TaskMapping,
     iteration,
-    linearize,
     shared_core_seconds,
     stages,
 )
 from lightning_gnn.hyscale.options import PyGLoader, TrainerSet
-from lightning_gnn.hyscale.planner.relaxation import candidates, check_trainers
+from lightning_gnn.hyscale.plan import plan
 from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
 from lightning_gnn.ops import batch_key
 from lightning_gnn.runtime.devices import num_cores
+from lightning_gnn.runtime.machine_rates import measured_once, min_seconds
 from lightning_gnn.runtime.memory_info import available_bytes
 
 _TRANSFER_BYTES = {"float16": (2, 0), "int8": (1, 4)}
 """Bytes per number, and additional bytes per row, by transfer dtype."""
-_SPLIT_ROUNDS = 4
 _PROBE_KEY = batch_key(1)
 _DEFAULT_EDGES_PER_S = 5e6
 """Assumed sampling rate per thread if a measurement would consume numbers of the run's random stream."""
@@ -316,11 +315,6 @@ class PerformanceModel:
             sync=self.sync_time(),
         )
 
-    def linear_costs(self, cpu_trainers: int, seeds: Sequence[float] | None = None) -> NodeCosts[Cost]:
-        """Return the predicted costs, linear around the given seeds of each trainer, by default equal."""
-        count = cpu_trainers + self.platform.num_accelerators
-        return linearize(self.costs(cpu_trainers), seeds or [self.workload.batch_size / count] * count)
-
     def stage_times(self, mapping: TaskMapping) -> IterationTimes:
         """Return the time of each stage, with training excluding :meth:`sync_time`: equations 7 to 12.
 
@@ -338,7 +332,7 @@ class PerformanceModel:
         return iteration(self._staged_costs(mapping), mapping)
 
     def _staged_costs(self, mapping: TaskMapping) -> NodeCosts[Curve]:
-        """Return the costs of HyScale-GNN's stages under a mapping: accelerators sample beside training."""
+        """Return the costs of HyScale-GNN's stages under a mapping, which must be for this platform."""
         platform, accelerators = self.platform, len(mapping.seeds) - mapping.cpu_trainers
         if accelerators != platform.num_accelerators:
             raise ValueError(
@@ -346,7 +340,7 @@ class PerformanceModel:
             )
         if mapping.accelerator_sampling and not platform.accelerator_sampling:
             raise ValueError("the mapping has accelerators sample, but the platform's accelerator_sampling is 0")
-        return replace(self.costs(mapping.cpu_trainers), gather_accelerator=None, takes_turns=False)
+        return _staged(self.costs(mapping.cpu_trainers))
 
     def epoch_time(self, mapping: TaskMapping) -> float:
         """Return the seconds of an epoch, excluding the pipeline's warm-up."""
@@ -360,24 +354,16 @@ class PerformanceModel:
     def best_mapping(self, cpu_trainers: int = 1, num_threads: int | None = None) -> TaskMapping:
         """Return the mapping with the shortest predicted iteration: the initial mapping of section III-B.
 
-        Tries numbers of CPU trainer threads, each with the best seeds and the best threads of the other tasks.
-
-        Args:
-            num_threads: Threads to distribute; by default one per core, but at least one per task.
-
-        Raises:
-            ValueError: There are no trainers, or fewer threads than tasks.
+        ``num_threads`` are the threads to distribute, by default one per core, but at least one per task; see
+        :func:`~lightning_gnn.hyscale.plan.plan`.
         """
         threads = max(self.platform.cores, 2 + cpu_trainers) if num_threads is None else num_threads
-        check_trainers(cpu_trainers, self.platform.num_accelerators, threads)
-        seeds: Sequence[float] | None = None
-        tried: dict[TaskMapping, float] = {}
-        for _ in range(_SPLIT_ROUNDS):  # iterate, since larger mini-batches share vertices and so cost less per seed
-            costs = replace(self.linear_costs(cpu_trainers, seeds), gather_accelerator=None, takes_turns=False)
-            found = candidates(costs, self.workload.batch_size, cpu_trainers, threads)[:_SPLIT_ROUNDS]
-            tried |= {one.mapping: self.iteration_time(one.mapping) for one in found}
-            seeds = found[0].mapping.seeds
-        return min(tried, key=tried.__getitem__)
+        return plan(_staged(self.costs(cpu_trainers)), self.workload.batch_size, cpu_trainers, threads).mapping
+
+
+def _staged(costs: NodeCosts[Curve]) -> NodeCosts[Curve]:
+    """Return the costs of HyScale-GNN's stages: accelerators sample beside training."""
+    return replace(costs, gather_accelerator=None, takes_turns=False)
 
 
 def model_of(
@@ -488,7 +474,7 @@ def measure_platform(
     pcie = float("inf")
     if accelerators and accelerators[0].type != "cpu":
         rows = torch.ones(_ROWS, _WIDTH)
-        pcie = rows.nbytes / _time_best(lambda: rows.to(accelerators[0])[0, 0].item())
+        pcie = rows.nbytes / min_seconds(lambda: rows.to(accelerators[0])[0, 0].item())
     previous_threads = torch.get_num_threads()
     all_cores = _measure_processor(cpu)
     torch.set_num_threads(1)
@@ -500,7 +486,7 @@ def measure_platform(
     gather_bandwidth, memory = 0.0, 0
     if gathers and accelerator is not None and accelerators[0].type == "cuda":
         table, index = FeatureTable(torch.ones(_ROWS, _WIDTH)).pin_memory(), _scattered(accelerators[0])
-        gather_bandwidth = table.values.nbytes / _time_best(lambda: table.gather(index)[0, 0].item())
+        gather_bandwidth = table.values.nbytes / min_seconds(lambda: table.gather(index)[0, 0].item())
         memory = available_bytes(accelerators[0]) or 0
     elif gathers and accelerator is not None and accelerators[0].type == "cpu":  # an emulated accelerator
         gather_bandwidth = accelerator.memory_bandwidth
@@ -518,6 +504,20 @@ def measure_platform(
     )
 
 
+def cached_platform(
+    trainers: TrainerSet, sampled_per_s: float, accelerator_rate: float = 0.0, gathers: bool = False
+) -> Platform:
+    """Return :func:`measure_platform` from the cache of this machine, or measure; not cached on a busy machine."""
+    devices, threads = list(map(str, trainers.devices)), torch.get_num_threads()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    state = measured_once(
+        "devices of this machine", lambda: asdict(measure_platform(trainers, 1.0, 0.0, gathers)),
+        devices, trainers.num_cpu, visible, threads, gathers,
+    )  # fmt: skip
+    rates = {name: None if state[name] is None else Processor(**state[name]) for name in ("cpu", "accelerator")}
+    return Platform(**{**state, **rates, "sampling": sampled_per_s, "accelerator_sampling": accelerator_rate})
+
+
 def _scattered(device: torch.device) -> Tensor:
     return torch.arange(_ROWS, device=device) * 7919 % _ROWS
 
@@ -526,16 +526,6 @@ def _measure_processor(device: torch.device) -> Processor:
     """Time a matrix product of a typical layer's size, and a gather of rows in scattered order."""
     x, weight = torch.ones(_ROWS, _WIDTH, device=device), torch.ones(_WIDTH, _WIDTH, device=device)
     index = _scattered(device)
-    product = _time_best(lambda: (x @ weight)[0, 0].item())
-    gather = _time_best(lambda: x.index_select(0, index)[0, 0].item())
+    product = min_seconds(lambda: (x @ weight)[0, 0].item())
+    gather = min_seconds(lambda: x.index_select(0, index)[0, 0].item())
     return Processor(2 * _ROWS * _WIDTH * _WIDTH / product, x.nbytes / gather)
-
-
-def _time_best(work: Callable[[], object]) -> float:
-    """Return the shortest of four runs in seconds; ``work`` must synchronize its device."""
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best

@@ -36,6 +36,7 @@ STAGE_NAMES: dict[Stage, str] = {
 Threads = tuple[int, int, int]
 """CPU threads of Sampling, Feature Loading and all CPU trainers."""
 
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 HISTORY = 40
 """Measurements used per task."""
 CHANGE = 1.3
@@ -464,6 +465,12 @@ def split_seeds(num_seeds: int, weights: Sequence[float]) -> list[tuple[int, int
             sizes[index], sizes[largest] = 1, sizes[largest] - 1
     stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def should_sample(number: int, share: float) -> bool:
+    """Whether an accelerator samples mini-batch ``number``, so that it samples ``share`` of them on average."""
+    # Multiples of the golden ratio modulo 1 are low-discrepancy: the chosen mini-batches are evenly spaced.
+    return number * _GOLDEN_RATIO % 1.0 < share
 
 
 def split_evenly(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:

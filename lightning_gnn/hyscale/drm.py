@@ -40,8 +40,7 @@ from lightning_gnn.hyscale.costs import (
     stages,
 )
 from lightning_gnn.hyscale.options import TrainerSet, is_adaptive, measurements_decide, replays
-from lightning_gnn.hyscale.planner.profile import NodePlanner
-from lightning_gnn.hyscale.planner.relaxation import best_seeds, candidates
+from lightning_gnn.hyscale.plan import NodePlanner, best_seeds, candidates
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare
 from lightning_gnn.runtime.files import LARGEST_JSON, read_json, read_text
 from lightning_gnn.runtime.lightning import rank_zero_info, rank_zero_warn

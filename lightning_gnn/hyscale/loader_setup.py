@@ -35,7 +35,7 @@ from lightning_gnn.hyscale.options import (
     replays,
     seeds_of_iteration,
 )
-from lightning_gnn.hyscale.planner.profile import NodePlanner, collective_plan
+from lightning_gnn.hyscale.plan import NodePlanner, collective_plan
 from lightning_gnn.hyscale.sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lightning_gnn.hyscale.analytic import Platform
 from lightning_gnn.hyscale.options import TrainerSet, measurements_decide
-from lightning_gnn.hyscale.planner.search import NodePlan
+from lightning_gnn.hyscale.plan import NodePlan
 from lightning_gnn.planning.forecast import MIN_GAIN
 from lightning_gnn.planning.hyscale import HybridForecast, measure_node, options_of
 from lightning_gnn.runtime.lightning import pl
@@ -70,13 +70,13 @@ def choose(plans: Mapping[int, NodePlan], strategy: str) -> tuple[Option, dict[O
     if strategy != "hyscale":
         names = {"neighbor": "CPU prepares all", "persistent": "accelerators prepare all"}
         names |= {"collective": "collective batching"}
-        alone = plans[0].single_seconds
-        plain = {Option(strategy, each): alone[name] for each, name in names.items() if name in alone}
+        alone = plans[0].alone
+        plain = {Option(strategy, each): alone[name][1] for each, name in names.items() if name in alone}
         # Accelerators that cannot prepare mini-batches leave all of it to the CPU.
-        plain = plain or {Option(strategy, "neighbor"): alone["hybrid training"]}
+        plain = plain or {Option(strategy, "neighbor"): alone["hybrid training"][1]}
     hybrid: dict[Option, float] = {}
     for cpu_trainers, plan in plans.items() if strategy in ("auto", "hyscale") else ():
-        hybrid[Option("hyscale", "neighbor", cpu_trainers)] = plan.single_seconds["hybrid training"]
+        hybrid[Option("hyscale", "neighbor", cpu_trainers)] = plan.alone["hybrid training"][1]
         if plan.mapping.buffers is not None:
             hybrid[Option("hyscale", "collective", cpu_trainers)] = plan.seconds
     best = _simplest(plain or hybrid)

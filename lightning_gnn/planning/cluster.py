@@ -1,8 +1,7 @@
 """Predict epoch time and memory on several machines from counted traffic, measured work and a given network.
 
 Threads prepare mini-batches, and request neighbor lists and rows from other ranks, while the model trains on earlier
-ones. The time of a step is therefore the maximum of four: training with the all-reduce of gradients, preparing divided
-by the number of threads, network transfer, and total work divided by the number of cores.
+ones: the time of a step is that of :func:`~lightning_gnn.planning.overlap.rhythm`, or that of the network if longer.
 """
 
 from collections.abc import Mapping
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from lightning_gnn.planning.overlap import rhythm
 
 NODE_BYTES = 8  # per requested node
 PICK_BYTES = 16  # per edge in a response: its source and its index
@@ -91,30 +92,26 @@ def predict(traffic: Traffic, work: Work, network: Network) -> Prediction:
     rounds = ((traffic.request_bytes + traffic.response_bytes) > 0).sum(0)
     waiting = 2 * network.latency * rounds + exchanged / network.bandwidth
     local = work.slowdown * scale * work.prepare_s + work.message_s * exchanged
-    preparing = local + waiting
     # Training: the step, and a ring all-reduce of the gradients.
     reduced = 2 * (ranks - 1) / ranks * work.gradient_bytes
     reducing = reduced / network.bandwidth + 2 * (ranks - 1) * network.latency if work.gradient_bytes else 0.0
-    training = work.slowdown * (scale * work.step_s + work.fixed_s) + reducing
+    step = work.slowdown * (scale * work.step_s + work.fixed_s)
+    serial = work.slowdown * (scale * max(work.step_s, work.serial_step_s) + work.fixed_s)
+    rhythms = [
+        rhythm(own, work.workers, step, serial + packed, work.cores, waiting_s=waited, reducing_s=reducing)
+        for own, packed, waited in zip(local, work.message_s * traffic.sent, waiting, strict=True)
+    ]
     transfer = (np.maximum(traffic.sent, traffic.response_bytes.sum(0)) + reduced) / network.bandwidth
     if work.workers:
         # Threads wait for the slowest rank, which leaves the network idle: C threads on n machines use it for
         # C / (C + n - 1) of the time (Zahorjan et al.: Balanced Job Bound Analysis of Queueing Networks, CACM 1982).
         clients = ranks * (work.workers + (work.gradient_bytes > 0))
         transfer *= (clients + ranks - 1) / clients
-        serial = scale * max(work.step_s, work.serial_step_s) + work.fixed_s
-        busy = work.slowdown * serial + local + work.message_s * traffic.sent
-        bounds = {
-            "training": training,
-            "preparing": max(preparing.max() / work.workers, local.max() / min(work.workers, work.cores)),
-            "network": transfer.max(),
-            "cores": busy.max() / work.cores,
-        }
-    else:
-        bounds = {"training": training + preparing.max(), "network": transfer.max()}
-    bounds = {name: float(seconds) for name, seconds in bounds.items()}
-    step, first = max(bounds.values()), float(preparing.max()) if work.workers else 0.0
-    return Prediction(ranks, first + traffic.steps * step, step, bounds, traffic)
+    names = ("training", "preparing", "cores") if work.workers else ("training",)
+    bounds = {name: float(max(getattr(each, name) for each in rhythms)) for name in names}
+    bounds["network"] = float(transfer.max())
+    longest, first = max(bounds.values()), float((local + waiting).max()) if work.workers else 0.0
+    return Prediction(ranks, first + traffic.steps * longest, longest, bounds, traffic)
 
 
 def machine_memory(

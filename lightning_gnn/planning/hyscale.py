@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 import yaml
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from lightning_gnn.hyscale.accelerator_sampling import find_sampling
 from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor, describe_workload, model_of
@@ -27,10 +25,11 @@ from lightning_gnn.hyscale.options import (
     replays,
     seeds_of_iteration,
 )
-from lightning_gnn.hyscale.planner.search import NodePlan, plan_node
+from lightning_gnn.hyscale.plan import NodePlan, plan
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading.loaders import num_workers_of
 from lightning_gnn.planning.forecast import MIN_GAIN
+from lightning_gnn.report.tables import make_table
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text, write_whole
 from lightning_gnn.runtime.lightning import pl
 
@@ -54,12 +53,11 @@ class HybridForecast:
             mappings = {"best": self._to_dict(self.best), "begin": self._to_dict(self.begin)}
             state = {**mappings, "stages_of_best": rows, **state}
         if self.plan is not None:
-            plan, alone = self.plan, {name: each.to_dict() for name, each in self.plan.single.items()}
-            for name, seconds in plan.single_seconds.items():
-                alone[name] |= {"iteration_s": seconds}
+            found = self.plan
             state["node"] = {
-                **plan.mapping.to_dict(), "iteration_s": plan.seconds, "lower_bound_s": plan.bound, "gap": plan.gap,
-                "alone": alone, "float16_s": self.float16_s,
+                **found.mapping.to_dict(), "iteration_s": found.seconds, "lower_bound_s": found.bound, "gap": found.gap,
+                "alone": {name: {**each.to_dict(), "iteration_s": sec} for name, (each, sec) in found.alone.items()},
+                "float16_s": self.float16_s,
             }  # fmt: skip
         write_whole(Path(directory) / "plan.yaml", yaml.safe_dump(state, sort_keys=False))
 
@@ -91,20 +89,20 @@ class Node:
         if dtype is not None:
             model = PerformanceModel(model.platform, replace(model.workload, transfer_dtype=dtype))
         total, threads = model.workload.batch_size, self.num_threads(cpu_trainers)
-        return plan_node(model.linear_costs(cpu_trainers), total, cpu_trainers, threads, gpu_buffer_size)
+        return plan(model.costs(cpu_trainers), total, cpu_trainers, threads, gpu_buffer_size)
 
-    def forecast(self, cpu_trainers: int, plan: NodePlan | None, is_hybrid: bool = True) -> HybridForecast:
+    def forecast(self, cpu_trainers: int, found: NodePlan | None, is_hybrid: bool = True) -> HybridForecast:
         """Return the predictions for a number of CPU trainers."""
         model, work, half = self.model, self.model.workload, None
         best = model.best_mapping(cpu_trainers, self.num_threads(cpu_trainers))
-        if plan is not None and work.transfer_dtype is None and work.feature_bytes > 2:
+        if found is not None and work.transfer_dtype is None and work.feature_bytes > 2:
             # It rounds values, and collective batching copies mini-batches unchanged, so it is not part of a plan.
-            half = self.plan(cpu_trainers, dtype="float16").single_seconds["hybrid training"]
-            half = half if half <= (1 - MIN_GAIN) * plan.seconds else None
+            half = self.plan(cpu_trainers, dtype="float16").alone["hybrid training"][1]
+            half = half if half <= (1 - MIN_GAIN) * found.seconds else None
         begin = best if is_hybrid else None
         if is_hybrid and self.origin == "measured":
             begin = _initial_mapping(self, best)
-        return HybridForecast(model, best, begin, plan, half, self.origin)
+        return HybridForecast(model, best, begin, found, half, self.origin)
 
 
 def forecast(
@@ -119,8 +117,8 @@ def forecast(
     With ``gpu_buffer_size``, the most mini-batches that an accelerator prepares in a row, also plan the whole node.
     """
     node = measure_node(datamodule, module, trainer, machine, gpu_buffer_size is not None)
-    plan = None if gpu_buffer_size is None else node.plan(node.trainers.num_cpu, gpu_buffer_size)
-    return node.forecast(node.trainers.num_cpu, plan, isinstance(trainer.strategy, HyScaleStrategy))
+    found = None if gpu_buffer_size is None else node.plan(node.trainers.num_cpu, gpu_buffer_size)
+    return node.forecast(node.trainers.num_cpu, found, isinstance(trainer.strategy, HyScaleStrategy))
 
 
 def measure_node(
@@ -233,7 +231,7 @@ def _propagation_bound(model: PerformanceModel, processor: Processor, seeds: flo
 def print_forecast(found: HybridForecast, console: Console) -> None:
     """Print platform, best mapping, stages and initial mapping."""
     model, work = found.model, found.model.workload
-    table = _table(f"Machine, as {found.origin}", ["", ""])
+    table = make_table(f"Machine, as {found.origin}", "", "")
     for name, value in numbers_of(model.platform).items():
         table.add_row(name, _format(name, value))
     console.print(table)
@@ -257,7 +255,7 @@ def _print_stages(found: HybridForecast, begin: TaskMapping, console: Console) -
     model = found.model
     rows = stages(model, found.best)
     iteration = model.iteration_time(found.best)
-    table = _table(f"Best mapping: {found.best}", ["stage", "ms", "of the iteration", "bound by"])
+    table = make_table(f"Best mapping: {found.best}", "stage", "ms", "of the iteration", "bound by", left=["bound by"])
     for name, seconds, bound in rows:
         row = (name, f"{1e3 * seconds:.4g}", f"{seconds / iteration:.0%}", bound)
         own = seconds + model.sync_time() if name.startswith("Propagation") else seconds
@@ -278,15 +276,15 @@ def _print_stages(found: HybridForecast, begin: TaskMapping, console: Console) -
         )
 
 
-def _print_plan(plan: NodePlan, float16_s: float | None, console: Console) -> None:
-    table = _table(f"Together: {plan.mapping}", ["system", "ms an iteration", "of the plan"])
-    for name, seconds in {"all together": plan.seconds, **plan.single_seconds}.items():
-        table.add_row(name, f"{1e3 * seconds:.4g}", f"{seconds / plan.seconds:.0%}")
+def _print_plan(found: NodePlan, float16_s: float | None, console: Console) -> None:
+    table = make_table(f"Together: {found.mapping}", "system", "ms an iteration", "of the plan")
+    for name, (_, seconds) in {"all together": (found.mapping, found.seconds), **found.alone}.items():
+        table.add_row(name, f"{1e3 * seconds:.4g}", f"{seconds / found.seconds:.0%}")
     console.print(table)
-    doing = "sample" if plan.mapping.buffers is None else "prepare"
+    doing = "sample" if found.mapping.buffers is None else "prepare"
     console.print(
-        f"Accelerators {doing} {plan.mapping.accelerator_fraction:.0%} of their mini-batches. Predicted: "
-        f"{1e3 * plan.seconds:.4g} ms an iteration, lower bound {1e3 * plan.bound:.4g} ms, gap {plan.gap:.1%}.",
+        f"Accelerators {doing} {found.mapping.accelerator_fraction:.0%} of their mini-batches. Predicted: "
+        f"{1e3 * found.seconds:.4g} ms an iteration, lower bound {1e3 * found.bound:.4g} ms, gap {found.gap:.1%}.",
         highlight=False,
     )
     if float16_s is not None:
@@ -294,14 +292,6 @@ def _print_plan(plan: NodePlan, float16_s: float | None, console: Console) -> No
             f"Other setting: trainer.strategy.transfer_dtype=float16 rounds features, {1e3 * float16_s:.4g} ms.",
             highlight=False,
         )
-
-
-def _table(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if not index or name == "bound by" else "right")
-    table.columns[0].style = "cyan"
-    return table
 
 
 def _format(name: str, value: float) -> str:

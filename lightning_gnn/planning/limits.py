@@ -1,23 +1,15 @@
 """Peak rates of this machine for copies, random reads and matrix products, measured once and cached."""
 
-import json
-import platform
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 from lightning_gnn.ops.gather.definition import gather_rows
-from lightning_gnn.runtime.devices import is_busy, num_cores
-from lightning_gnn.runtime.files import read_json, read_text
-from lightning_gnn.runtime.store import checksum, find, get_or_create
+from lightning_gnn.runtime.machine_rates import measured_once, min_seconds
 
 _ARRAY_BYTES = 1 << 27  # size of the copied and read arrays: larger than CPU caches
 _ROW_BYTES = 512
 _ROWS, _WIDTH = 10_240, 256  # rows, and inputs and outputs, of a matrix product such as a layer's
-_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -47,21 +39,9 @@ def machine_limits(threads: int | None = None) -> MachineLimits:
     ``threads`` is the number of torch threads, by default the current one.
     """
     number = torch.get_num_threads() if threads is None else threads
-    key = checksum("limits", _machine(), torch.__version__, number)
-    if is_busy():
-        return find("limits", key, _read) or measure_limits(number)
-    measured: list[MachineLimits] = []
-
-    def make(folder: Path) -> None:
-        measured.append(measure_limits(number))
-        (folder / "limits.json").write_text(json.dumps(asdict(measured[0])))
-
-    found = get_or_create("limits", key, make, _read, title=f"{number} threads of this machine")
-    return found or (measured[0] if measured else measure_limits(number))
-
-
-def _read(folder: Path) -> MachineLimits:
-    return MachineLimits(**read_json(read_text(folder / "limits.json")))
+    found = measured_once(f"{number} threads of this machine", lambda: asdict(measure_limits(number)))
+    assert found is not None
+    return MachineLimits(**found)
 
 
 def measure_limits(threads: int) -> MachineLimits:
@@ -70,15 +50,15 @@ def measure_limits(threads: int) -> MachineLimits:
     try:
         torch.set_num_threads(threads)
         source, target = torch.ones(_ARRAY_BYTES // 4), torch.empty(_ARRAY_BYTES // 4)
-        copied = 2 * _ARRAY_BYTES / _min_seconds(lambda: target.copy_(source))
+        copied = 2 * _ARRAY_BYTES / min_seconds(lambda: target.copy_(source))
         flops, flops_bf16 = (product_rate(dtype, _ROWS) for dtype in (torch.float32, torch.bfloat16))
         torch.set_num_threads(1)
         table, rows = source.view(-1, _ROW_BYTES // 4), _ARRAY_BYTES // _ROW_BYTES
         ids = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-        gathered = _ARRAY_BYTES / _min_seconds(lambda: gather_rows(table, ids))
+        gathered = _ARRAY_BYTES / min_seconds(lambda: gather_rows(table, ids))
         words = source.view(torch.int64)
         indices = torch.randint(words.numel(), (1 << 20,), generator=torch.Generator().manual_seed(0))
-        read = _min_seconds(lambda: words.index_select(0, indices)) / indices.numel()
+        read = min_seconds(lambda: words.index_select(0, indices)) / indices.numel()
     finally:
         torch.set_num_threads(before)
     return MachineLimits(threads, copied, gathered, read, flops, flops_bf16)
@@ -88,24 +68,4 @@ def product_rate(dtype: torch.dtype, rows: int = 1024) -> float:
     """Measure the operations per second of a layer's matrix product with the current torch threads; takes some ms."""
     left, right = torch.ones(rows, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
     out = torch.empty(rows, _WIDTH, dtype=dtype)
-    return 2 * rows * _WIDTH * _WIDTH / _min_seconds(lambda: torch.mm(left, right, out=out))
-
-
-def _min_seconds(work: Callable[[], object]) -> float:
-    """Return the minimum seconds of a few calls after a warm-up call."""
-    work()
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _machine() -> str:
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-    return f"{platform.node()} {model} {num_cores()} {torch.backends.cpu.get_cpu_capability()}"
+    return 2 * rows * _WIDTH * _WIDTH / min_seconds(lambda: torch.mm(left, right, out=out))

@@ -91,12 +91,9 @@ def print_forecast(
     found: CPUForecast, options: list[Option], limits: MachineLimits, bf16: bool, console: Console
 ) -> None:
     """Print the parts of a mini-batch, the bottleneck, and the options, the fastest first."""
-    from rich import box
-    from rich.table import Table
+    from lightning_gnn.report.tables import make_table
 
-    table = Table(title="A mini-batch", title_justify="left", title_style="bold", box=box.ROUNDED)
-    for name in ("part", "by", "work", "rate", "limit", "ms"):
-        table.add_column(name, justify="left" if name in ("part", "by") else "right")
+    table = make_table("A mini-batch", "part", "by", "work", "rate", "limit", "ms", left=["by"])
     for *texts, milliseconds in rows(found, limits, bf16):
         style = "bold" if texts[0] == found.bottleneck else None
         table.add_row(*texts, f"{milliseconds:.3g}", style=style)
@@ -105,9 +102,7 @@ def print_forecast(
         console.print(sentence, highlight=False, soft_wrap=True)
     if not options:
         return
-    table = Table(title="Other settings", title_justify="left", title_style="bold", box=box.ROUNDED)
-    for name in ("setting", "epoch", "speedup", ""):
-        table.add_column(name, justify="right" if name in ("epoch", "speedup") else "left")
+    table = make_table("Other settings", "setting", "epoch", "speedup", "", left=[""])
     for option in sorted(options, key=lambda each: each.epoch_s or float("inf")):
         if option.epoch_s is None:
             table.add_row(option.change, "", "", option.note, style="dim")

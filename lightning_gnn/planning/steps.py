@@ -53,24 +53,27 @@ def time_steps(
     module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], batches: Sequence[object], threads: int
 ) -> TimedStep:
     """Time training steps on repeated mini-batches; this trains ``module``."""
-    timer = _StepTimer()
+    timer = _StepTimer(WARM_UP, 1, TIMED, profiles=True)
     _fit(module, make_trainer, _Replay(batches, timer), timer, 1.0, threads)
-    if not timer.inside:
+    inside = [end - start for start, end in zip(timer.starts, timer.ends, strict=False)]
+    outside = [start - end for start, end in zip(timer.starts[1:], timer.ends, strict=False)]
+    if not inside:
         raise ValueError("training ended before a step was timed; leave out what ends it, such as trainer.max_time")
-    seconds = median(timer.inside)
+    seconds = median(inside)
     profiled = sum(timer.parts.values())
     parts = {name: seconds * value / profiled for name, value in timer.parts.items()} if profiled else {}
-    return TimedStep(seconds, median(timer.outside or [0.0]), threads, parts, timer.flops)
+    return TimedStep(seconds, median(outside or [0.0]), threads, parts, timer.flops)
 
 
 def time_together(
     module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], loader: object, ahead: int, threads: int
 ) -> float | None:
     """Time steps while the workers of a loader prepare in parallel; this trains ``module``. None: too few steps."""
-    first = ahead + WARM_UP
-    timer = _IntervalTimer(first)
-    _fit(module, make_trainer, loader, timer, first + 1 + NUM_OVERLAPPED, threads)
-    return timer.seconds
+    least = NUM_OVERLAPPED // 2 + 1
+    timer = _StepTimer(ahead + WARM_UP, least, NUM_OVERLAPPED + 1)
+    _fit(module, make_trainer, loader, timer, timer.first + NUM_OVERLAPPED + 1, threads)
+    count = len(timer.starts)
+    return (timer.starts[-1] - timer.starts[0]) / (count - 1) if count >= least else None
 
 
 def _fit(
@@ -92,28 +95,6 @@ def _fit(
         torch.set_num_threads(before)
 
 
-class _IntervalTimer(pl.Callback):
-    """Records the start times of steps, beginning with step ``first``."""
-
-    def __init__(self, first: int) -> None:
-        self.first, self.starts = first, list[float]()
-
-    @property
-    def seconds(self) -> float | None:
-        """Average seconds from one start to the next; None with less than half of the steps wanted."""
-        count = len(self.starts) - 1
-        return (self.starts[-1] - self.starts[0]) / count if count >= NUM_OVERLAPPED // 2 else None
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
-    ) -> None:
-        """Record the time."""
-        if batch_idx >= self.first:
-            self.starts.append(time.perf_counter())
-            elapsed = self.starts[-1] - self.starts[0]
-            trainer.should_stop = len(self.starts) > NUM_OVERLAPPED // 2 and elapsed > _BUDGET_S
-
-
 class _Replay:
     """Repeats the same mini-batches until the timer has profiled a step."""
 
@@ -131,40 +112,47 @@ class _Replay:
 
 
 class _StepTimer(pl.Callback):
-    """Times steps, and profiles the last one."""
+    """Records starts and ends of steps from step ``first`` on: ``most``, or ``least`` once the time budget is spent.
 
-    def __init__(self) -> None:
-        self.inside: list[float] = []
-        self.outside: list[float] = []
+    Then it profiles a step, or stops training.
+    """
+
+    def __init__(self, first: int, least: int, most: int, profiles: bool = False) -> None:
+        self.first, self.least, self.most, self.profiles = first, least, most, profiles
+        self.starts: list[float] = []
+        self.ends: list[float] = []
         self.parts: dict[str, float] = {}
         self.flops = 0.0
-        self._created = time.perf_counter()
-        self._start = self._end = 0.0
+        self._created = self._start = time.perf_counter()
         self._profile: Any = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Start timing, or profiling if enough steps were timed."""
-        over_budget = bool(self.inside) and time.perf_counter() - self._created > _BUDGET_S
-        if over_budget or batch_idx >= WARM_UP + TIMED:
+        """Record the start, or profile if enough steps were timed."""
+        start = time.perf_counter()
+        over_budget = len(self.starts) >= self.least and start - self._created > _BUDGET_S
+        if len(self.starts) < self.most and not over_budget:
+            if batch_idx >= self.first:
+                self.starts.append(start)
+        elif self.profiles:
             self._profile = _profiler()
             self._profile.__enter__()
-        elif batch_idx > WARM_UP:
-            self.outside.append(time.perf_counter() - self._end)
-        self._start = time.perf_counter()
+            self._start = time.perf_counter()
+        else:
+            trainer.should_stop = True
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Record the time of the step, or its profile."""
-        self._end = time.perf_counter()
+        """Record the end of the step, or its profile."""
+        end = time.perf_counter()
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
-            self.parts, self.flops = take_apart(self._profile.function_events, self._end - self._start)
+            self.parts, self.flops = take_apart(self._profile.function_events, end - self._start)
             self._profile = None
-        elif batch_idx >= WARM_UP:
-            self.inside.append(self._end - self._start)
+        elif len(self.ends) < len(self.starts):
+            self.ends.append(end)
 
 
 def _profiler() -> Any:

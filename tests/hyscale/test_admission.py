@@ -28,7 +28,7 @@ def describe_machine(factor):
 
 @pytest.mark.parametrize(("factor", "number"), [(0.5, 1), (2, 1), (8, 1), (15, 0), (30, 0)])
 def test_the_predicted_gain_decides(factor, number, monkeypatch):
-    monkeypatch.setattr(admission, "measure_platform", lambda *given: describe_machine(factor))
+    monkeypatch.setattr(admission, "cached_platform", lambda *given: describe_machine(factor))
     loader = make_data(batch_size=20).train_dataloader()
     found = admit_cpu_trainers(TRAINERS, loader, Plain(), HyScaleStrategy().options)
     assert found.cpu_trainers == number
@@ -39,7 +39,7 @@ def test_the_predicted_gain_decides(factor, number, monkeypatch):
 
 def test_the_rates_alone_decide_on_loaders_of_unknown_work(monkeypatch):
     for factor, number in ((2, 1), (30, 0)):
-        monkeypatch.setattr(admission, "measure_platform", lambda *given, factor=factor: describe_machine(factor))
+        monkeypatch.setattr(admission, "cached_platform", lambda *given, factor=factor: describe_machine(factor))
         assert cpu_share_bound(describe_machine(factor)) == pytest.approx(1 / (1 + factor))
         found = admit_cpu_trainers(TRAINERS, ["not PyG's"], Plain(), HyScaleStrategy().options)
         assert found.cpu_trainers == number
@@ -67,7 +67,7 @@ import pytorch_lightning as pl
 out, factor, options, more = Path(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4])
 slow, fast = Processor(1e7, 1e12), Processor(factor * 1e7, factor * 1e12)
 machine = Platform(slow, 8, fast, len(options["devices"]), 1e12, 1e9)
-admission.measure_platform = lambda *given: machine
+admission.cached_platform = lambda *given: machine
 path = more.pop("ckpt_path", None)
 strategy, module = HyScaleStrategy(**options), Plain()
 trainer = pl.Trainer(strategy=strategy, **{**SILENT, "max_epochs": 2, "limit_val_batches": 0, **more})

@@ -1,5 +1,6 @@
 """Start of a hybrid run: platform measurements, threads, seeds per iteration."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -8,9 +9,17 @@ import torch
 
 from lightning_gnn import CSCGraph, NeighborDataModule
 from lightning_gnn.hyscale import analytic, options
-from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor, describe_workload, measure_platform
+from lightning_gnn.hyscale.analytic import (
+    PerformanceModel,
+    Platform,
+    Processor,
+    cached_platform,
+    describe_workload,
+    measure_platform,
+)
 from lightning_gnn.hyscale.options import TrainerSet, default_threads
 from lightning_gnn.planning.hyscale import forecast, stages
+from lightning_gnn.runtime import machine_rates
 from lightning_gnn.runtime.devices import num_cores
 from tests.full_graph import launch
 from tests.hyscale.training import SILENT, Plain, copy_state, fit, make_data, make_graph, make_hybrid
@@ -43,6 +52,25 @@ def test_a_machine_without_accelerators_is_measured():
     mapping = PerformanceModel(platform, workload).best_mapping(2)
     assert sum(mapping.seeds) == 20
     assert len(mapping.seeds) == 2
+
+
+def test_a_machine_is_measured_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine_rates, "is_busy", lambda: False)
+    there = Platform(Processor(1e12, 1e11), 4, Processor(1e13, 1e12), 1, gather_bandwidth=1e9)
+    calls = []
+    monkeypatch.setattr(analytic, "measure_platform", lambda *given: calls.append(given) or there)
+    trainers = TrainerSet.of(1, [CPU])
+    for sampled in (2e6, 3e6):
+        found = cached_platform(trainers, sampled, 1e7)
+        assert found == replace(there, sampling=sampled, accelerator_sampling=1e7)
+    assert len(calls) == 1
+    cached_platform(TrainerSet.of(1, [CPU, CPU]), 1.0)
+    assert len(calls) == 2
+    monkeypatch.setattr(machine_rates, "is_busy", lambda: True)
+    for _ in range(2):  # what a busy machine reaches is not cached
+        assert cached_platform(trainers, 1.0, gathers=True) == replace(there, sampling=1.0)
+    assert len(calls) == 4
 
 
 def test_the_edges_of_a_graph_in_csc_order_are_in_the_workload():

@@ -10,7 +10,7 @@ import torch
 from lightning_gnn import CollectiveDataModule
 from lightning_gnn.collective import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
-from lightning_gnn.hyscale.planner.profile import collective_plan
+from lightning_gnn.hyscale.plan import collective_plan
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.full_graph.launch import run
 from tests.hyscale.test_exact import compare

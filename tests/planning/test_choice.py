@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_gnn.hyscale.analytic import PerformanceModel, Workload
-from lightning_gnn.hyscale.planner.search import plan_node
+from lightning_gnn.hyscale.plan import plan
 from lightning_gnn.planning.choice import AutoDataModule, Option, choose
 from lightning_gnn.planning.machine import read_machine
 
@@ -18,8 +18,8 @@ FIELDS = {"cpu": "{flops: 1e12, memory_bandwidth: 1e11}", "cores": "8"}
 def make_plan(seconds, staged, buffers=(1, 1, 1, 0), **alone):
     names = {"neighbor": "CPU prepares all", "persistent": "accelerators prepare all"}
     names["collective"] = "collective batching"
-    single = {"hybrid training": staged, **{names[name]: value for name, value in alone.items()}}
-    return SimpleNamespace(seconds=seconds, single_seconds=single, mapping=SimpleNamespace(buffers=buffers))
+    single = {"hybrid training": (None, staged), **{names[name]: (None, value) for name, value in alone.items()}}
+    return SimpleNamespace(seconds=seconds, alone=single, mapping=SimpleNamespace(buffers=buffers))
 
 
 ALONE = {"neighbor": 10.0, "persistent": 8.0, "collective": 6.0}
@@ -48,9 +48,9 @@ def test_the_fastest_is_chosen_and_hyscale_must_gain(strategy, plans, expected):
 def test_the_examples_of_machines_are_planned(path):
     machine = read_machine(path)
     work = Workload(2_449_029, 123_718_280, 196_615, 1024, (15, 10, 5), (100, 256, 256, 47))
-    plan = plan_node(PerformanceModel(machine, work).linear_costs(0), 1024, 0, machine.cores)
-    assert sum(plan.mapping.seeds) == 1024
-    assert set(choose({0: plan}, "ddp")[1]) == {
+    found = plan(PerformanceModel(machine, work).costs(0), 1024, 0, machine.cores, 10)
+    assert sum(found.mapping.seeds) == 1024
+    assert set(choose({0: found}, "ddp")[1]) == {
         Option("ddp", name) for name in ("neighbor", "persistent", "collective")
     }
 

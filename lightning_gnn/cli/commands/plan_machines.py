@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 from omegaconf import DictConfig
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
 
@@ -25,6 +23,7 @@ from lightning_gnn.planning import CPUForecast
 from lightning_gnn.planning.cluster import Network, Prediction, Work, machine_memory, predict
 from lightning_gnn.planning.cluster_traffic import count_traffic, row_bytes
 from lightning_gnn.planning.preparation import ahead_of
+from lightning_gnn.report.tables import make_table
 from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.runtime.lightning import pl
 from lightning_gnn.runtime.messages import memory_bytes, shown
@@ -178,9 +177,8 @@ def _print(rows: list[dict[str, Any]], network: Network, order: str, console: Co
     title = (
         f"Machines (predicted): {8 * network.bandwidth / 1e9:.3g} Gbit/s, {1e6 * network.latency:.3g} µs, order={order}"
     )
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED)
-    for name in ("machines", "s/epoch", "speed-up", "efficiency", "memory each", "remote MB/step", "bound by"):
-        table.add_column(name, justify="left" if name == "bound by" else "right")
+    names = ("machines", "s/epoch", "speed-up", "efficiency", "memory each", "remote MB/step", "bound by")
+    table = make_table(title, *names, left=["bound by"])
     for row in rows:
         if "missing" in row:
             table.add_row(str(row["machines"]), "", "", "", "", "", row["missing"], style="dim")

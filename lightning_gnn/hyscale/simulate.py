@@ -9,27 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from heapq import heapreplace
 from statistics import fmean
-from typing import Protocol
 
 import numpy as np
 
 from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.simulate import MIN_DURATION_FRACTION, VirtualClock
-from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.costs import Cost, NodeCosts, TaskMapping, busy_seconds
+from lightning_gnn.hyscale.costs import Cost, NodeCosts, TaskMapping, busy_seconds, should_sample
 
 MIN_IN_FLIGHT = 6  # mini-batches in HyScale-GNN's stages, at least; otherwise one for each thread of the node
 _BUSY = 0.85  # fraction of all cores' time from which threads that take turns wait for each other
 _WARM_UP_FRACTION = 0.25  # of the simulated iterations, which fill the buffers
-
-
-class Clock(Protocol):
-    """The time of one trainer."""
-
-    now: float
-
-    def train_next(self) -> bool:
-        """Advance until the next mini-batch is trained."""
 
 
 def simulate_iterations(
@@ -65,16 +54,18 @@ def _simulate(
         kinds = {(mapping.seeds[i], _train_cost(costs, mapping, i), i < mapping.cpu_trainers): i for i in trainers}
         trainers = list(kinds.values())
     clocks = [_make_clock(costs, mapping, index, iterations, seed, slowdown) for index in trainers]
-    first, start = int(_WARM_UP_FRACTION * iterations), 0.0
-    end = 0.0
+    first, start, end = int(_WARM_UP_FRACTION * iterations), 0.0, 0.0
+    if mapping.buffers is not None and mapping.buffers[3]:  # measure whole turns of accelerators and CPU
+        on_gpu, _, _, row = mapping.buffers
+        first += (iterations - first) % (on_gpu + row)
     for iteration in range(iterations):
+        if iteration == first:
+            start = end
         for clock in clocks:
             clock.train_next()
         end = max(clock.now for clock in clocks) + costs.sync
         for clock in clocks:
             clock.now = end
-        if iteration == first - 1:
-            start = end
     on_cpu = [clock.on_cpu / iterations for clock in clocks if isinstance(clock, VirtualClock)]
     fraction = 1 - fmean(on_cpu) if on_cpu else mapping.accelerator_fraction
     return (end - start) / (iterations - first), fraction
@@ -87,11 +78,10 @@ def _train_cost(costs: NodeCosts[Cost], mapping: TaskMapping, index: int) -> Cos
 
 def _make_clock(
     costs: NodeCosts[Cost], mapping: TaskMapping, index: int, iterations: int, seed: int | None, slowdown: float
-) -> Clock:
+) -> VirtualClock | StagedClock:
     """Return the clock of a trainer, CPU trainers first."""
     seeds, is_cpu = mapping.seeds[index], index < mapping.cpu_trainers
     sampler, loader, _ = mapping.rank_threads(index)
-    train = _train_cost(costs, mapping, index)
     # Threads of all ranks may saturate the memory's bandwidth. Of threads that also sample, some load at a time.
     sampling, loading, num_loading = costs.sample.seconds(seeds), costs.load(1).seconds(seeds), mapping.threads[1]
     if mapping.buffers is not None:
@@ -100,7 +90,7 @@ def _make_clock(
         "sample": slowdown * sampling,
         "load": slowdown * costs.load(num_loading).seconds(seeds) * num_loading,
         "dma": 0.0 if is_cpu else costs.transfer.seconds(seeds),
-        "model": (slowdown if is_cpu else 1.0) * train.seconds(seeds),
+        "model": (slowdown if is_cpu else 1.0) * _train_cost(costs, mapping, index).seconds(seeds),
     }
     if costs.sample_accelerator is not None:
         seconds["gpu_batching"] = costs.sample_accelerator.seconds(seeds)
@@ -121,6 +111,7 @@ def _make_clock(
 
 
 def _draw(means: dict[str, float], spread: float, count: int, seed: int | None, trainer: int) -> dict[str, list[float]]:
+    """Return the durations of each stage for ``count`` mini-batches."""
     if seed is None or not spread:
         return {name: [mean] * count for name, mean in means.items()}
     generator = np.random.default_rng((seed, trainer))
@@ -146,12 +137,12 @@ class StagedClock:
         self._sampler_free = [0.0]
         self._begun: list[float] = []
 
-    def train_next(self) -> bool:
+    def train_next(self) -> None:
         """Advance until the next mini-batch is trained."""
         number, durations = len(self._begun), self._durations
         ready = self._begun[number - self._in_flight] if number >= self._in_flight else 0.0
         step = durations["model"][number]
-        on_accelerator = AcceleratorSampling.should_sample(number, self._fraction)
+        on_accelerator = should_sample(number, self._fraction)
         for stage, free in zip(("sample", "load", "dma"), self._free, strict=True):
             seconds = durations[stage][number]
             if stage == "sample" and on_accelerator:
@@ -162,4 +153,3 @@ class StagedClock:
         start = max(self.now, ready)
         self._begun.append(start)
         self.now = start + step
-        return True
