@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -196,6 +197,7 @@ WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any
     "ours, the last 20 measurements": (DynamicResourceManager, [(costs, "HISTORY", 20)]),
     "ours, times of an earlier speed are kept": (DynamicResourceManager, [(costs, "CHANGE", 1e9)]),
     "ours, no dead band": (DynamicResourceManager, [(drm, "DEAD_BAND", 0.0)]),
+    "ours, without a trial of the CPU trainers": (partial(DynamicResourceManager, tries_cpu=False), []),
     "ours, changes are never undone": (DynamicResourceManager, [(DynamicResourceManager, "_undo", lambda *_: None)]),
 }
 """The managers, with the functions that each replaces."""

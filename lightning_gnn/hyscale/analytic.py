@@ -209,6 +209,8 @@ def _interpolate(measured: Sequence[BatchSizes], seeds: float) -> BatchSizes:
     place = next((index for index, sizes in enumerate(measured) if seeds <= sizes.seeds), len(measured) - 1)
     high, low = measured[max(1, place) if len(measured) > 1 else 0], measured[max(0, place - 1)]
     factor = seeds / high.seeds
+    if not factor:
+        low = high
     steps = log(factor) / log(low.seeds / high.seeds) if low is not high else 0.0
 
     def scale(large: Sequence[float], small: Sequence[float]) -> tuple[float, ...]:
