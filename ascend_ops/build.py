@@ -37,9 +37,9 @@ class Built:
 
 
 @lru_cache(maxsize=4)
-def compiler(name: str | None = None) -> tuple[str, str]:
+def compiler() -> tuple[str, str]:
     """Return path and version of the C++ compiler (``CXX`` or g++)."""
-    wanted = name or os.environ.get("CXX") or "g++"
+    wanted = os.environ.get("CXX") or "g++"
     path = shutil.which(wanted)
     if path is None:
         raise BuildError(
@@ -60,7 +60,7 @@ def kernels_in(source: Path) -> dict[str, tuple[str, ...]]:
 
 def build(sources: Sequence[Path] | None = None, sanitize: bool = False) -> tuple[Path, list[Built]]:
     """Build the twin's runtime and one library per kernel source, by default for all in ``csrc``."""
-    # A process that loads a build with sanitize=True needs sanitizer_environment().
+    # A process that loads a build with sanitize=True needs the environment in tests/ascend_ops/test_twin.py.
     if sources is None:
         sources = [s for s in sorted(CSRC.glob("*.cpp")) if kernels_in(s)]
     path, version = compiler()
@@ -116,20 +116,6 @@ def build_tiling() -> Path:
 
     key = digest([version, *flags], [*sources, *sorted(CSRC.glob("*tiling.h"))])
     return kept_folder("twin", key, make, f"tiling, {version}") / name
-
-
-def sanitizer_environment() -> dict[str, str]:
-    """Return the environment variables for a Python process that loads libraries built with ``sanitize=True``."""
-    path, _ = compiler()
-    # Preload libstdc++ too: at startup, before Python loads it, the sanitizer looks up the real __cxa_throw.
-    queries = [[path, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
-    libraries = [subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip() for query in queries]
-    return {
-        "LD_PRELOAD": " ".join(libraries),
-        # Python leaks by design, and stack-use-after-return cannot follow the twin's coroutines, which switch stacks.
-        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-    }
 
 
 def _log(line: str) -> None:

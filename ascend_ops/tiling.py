@@ -145,10 +145,9 @@ def combine_tiling(num_vertices: int, num_columns: int, *, parts_per_row: int = 
     return _compute_tiling("combine_parts", num_vertices, num_columns, parts_per_row, float_out)
 
 
-def gather_tiling(num_rows: int, row_bytes: int, table_rows: int, table_stride: int | None = None) -> Words:
-    """Return ``GatherTiling``; ``table_stride`` is the table's row stride in bytes, by default ``row_bytes``."""
-    stride = row_bytes if table_stride is None else table_stride
-    return _compute_tiling("gather_rows", num_rows, row_bytes, stride, table_rows)
+def gather_tiling(num_rows: int, row_bytes: int, table_rows: int) -> Words:
+    """Return ``GatherTiling`` for a contiguous table."""
+    return _compute_tiling("gather_rows", num_rows, row_bytes, row_bytes, table_rows)
 
 
 def gather_missing(row_bytes: int) -> npt.NDArray[np.uint8]:

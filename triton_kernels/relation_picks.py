@@ -56,36 +56,27 @@ def pick_left(
     on: Lanes,
 ) -> Lanes:  # fmt: skip
     """Pick one remaining edge of each row by weight, with a linear scan: offsets int32 ``[R]``."""
-    # First pass: total the weights of the remaining edges.
-    fraction = draw_fraction(stream, degree * 0 + number)
     longest = tl.max(tl.where(on, degree, 0), 0)
-    total = fraction * 0.0
-    skipped = next_picked(eid, at, begin, degree, count, degree * 0, on)
-    position = 0
-    while position < longest:
-        inside = on & (position < degree)
-        met = inside & (skipped == position)
-        total += tl.load(weight + begin + position, mask=inside & (skipped != position), other=0.0)
-        position += 1
-        if tl.sum(met.to(tl.int32), 0) > 0:
-            skipped = next_picked(eid, at, begin, degree, count, degree * 0 + position, on)
-    # Second pass: find the edge at which the running sum passes the draw.
-    place = fraction * total
-    passed = total * 0.0
+    fraction = draw_fraction(stream, degree * 0 + number)
+    passed = fraction * 0.0 + float("inf")
     out = degree * 0
-    found = on & (degree < 0)
-    skipped = next_picked(eid, at, begin, degree, count, degree * 0, on)
-    position = 0
-    while position < longest:
-        inside = on & (position < degree)
-        met = inside & (skipped == position)
-        left = inside & (skipped != position) & (found == 0)
-        passed += tl.load(weight + begin + position, mask=left, other=0.0)
-        out = tl.where(left, position, out)
-        found = found | (left & (passed > place))
-        position += 1
-        if tl.sum(met.to(tl.int32), 0) > 0:
-            skipped = next_picked(eid, at, begin, degree, count, degree * 0 + position, on)
+    # The first pass totals the weights of the remaining edges; the second finds where the running sum passes the draw.
+    for second in range(2):
+        place = tl.where(second > 0, fraction * passed, passed)
+        passed = fraction * 0.0
+        found = on & (degree < 0)
+        skipped = next_picked(eid, at, begin, degree, count, degree * 0, on)
+        position = 0
+        while position < longest:
+            inside = on & (position < degree)
+            met = inside & (skipped == position)
+            left = inside & (skipped != position) & (found == 0)
+            passed += tl.load(weight + begin + position, mask=left, other=0.0)
+            out = tl.where(left, position, out)
+            found = found | (left & (passed > place))
+            position += 1
+            if tl.sum(met.to(tl.int32), 0) > 0:
+                skipped = next_picked(eid, at, begin, degree, count, degree * 0 + position, on)
     return out
 
 

@@ -154,6 +154,14 @@ class DeviceSampler:
         stream = self.current_stream()
         return AsyncHostCopy(host, None if stream is None else stream.record_event())
 
+    def larger(self, needed: int, capacity: int, bound: int, limit: int, num_seeds: int) -> int:
+        """Return a capacity of at least ``needed`` edges, also for later batches; later hops may need more."""
+        if needed > limit:
+            raise ValueError(f"a batch of {num_seeds} seeds has at least {needed} edges; the limit is {limit}")
+        capacity = min(bound, limit, max(needed + needed // 4, 2 * capacity))
+        self._start_capacity = max(self._start_capacity, capacity)
+        return capacity
+
     def most_programs(self) -> int:
         """Return the maximum number of programs of a launch."""
         if self.num_programs is not None:
@@ -417,12 +425,8 @@ class Batch:
         return positions, slots
 
     def grow(self, needed: int) -> None:
-        """Raise the capacity to at least ``needed`` edge positions; later hops may need more."""
-        if needed > self.limit:
-            num_seeds = self.num_seeds
-            raise ValueError(f"a batch of {num_seeds} seeds has at least {needed} edges; the limit is {self.limit}")
-        self.capacity = min(self.bound, self.limit, max(needed + needed // 4, 2 * self.capacity))
-        self.sampler._start_capacity = max(self.sampler._start_capacity, self.capacity)
+        """Raise the capacity to at least ``needed`` edge positions."""
+        self.capacity = self.sampler.larger(needed, self.capacity, self.bound, self.limit, self.num_seeds)
         del self.scratch  # so that each array is freed before its successor is allocated
 
     def finish(self) -> list[Sample]:

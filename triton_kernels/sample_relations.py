@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,19 +18,8 @@ from lightning_gnn.triton_kernels import relations as layout
 from lightning_gnn.triton_kernels.relations import emit_relations_kernel, relation_kernel
 from lightning_gnn.triton_kernels.sample import LARGEST, UNTOUCHED, DeviceSampler, check_fanouts
 
-
-class RelationArrays(NamedTuple):
-    """Contiguous arrays of one edge type, in device memory or pinned host memory."""
-
-    source: int  # index of the source node type
-    target: int  # index of the target node type
-    fanouts: list[int]  # in-edges to pick per target, for each hop
-    indptr: Tensor  # offsets, int64 [num_targets + 1]
-    indices: Tensor  # sources, int32 or int64 [num_edges]
-    time: Tensor | None = None  # times of the edges, ascending in each list, int64 [num_edges], or None
-    weight: Tensor | None = None  # weights of the edges, all positive, float64 [num_edges], or None
-    prefix: Tensor | None = None  # inclusive prefix sums of each list's weights, float64 [num_edges], or None
-    parallel: Tensor | None = None  # number of earlier edges in the list with the same source, int32 [num_edges]
+Relation: TypeAlias = Any
+"""An edge type as a ``lightning_gnn.ops.sample.relation.Relation``, with tensors in device or pinned host memory."""
 
 
 class Picking(NamedTuple):
@@ -72,7 +61,7 @@ class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
 
     def sample(
         self,
-        relations: Sequence[RelationArrays],  # sorted by name, all with the same number of hops
+        relations: Sequence[Relation],  # sorted by name, all with the same number of hops
         seeds: Sequence[Tensor],  # for each node type, not checked, int32 or int64 [batch_size]; may repeat
         starts: Sequence[int],  # tree of the first seed of each node type
         keys: Sequence[Sequence[int]],  # for each hop and edge type, 64-bit
@@ -83,7 +72,7 @@ class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
             batch = RelationBatch(self, relations, seeds, starts, keys, picking)
             sizes = batch.run()
             while needed := int(sizes[0]):
-                batch.grow(needed)
+                batch.capacity = self.larger(needed, batch.capacity, batch.bound, batch.limit, sum(batch.num_seeds))
                 sizes = batch.run()
             return batch.emit(sizes)
 
@@ -93,7 +82,7 @@ class RelationBatch:
     """One mini-batch while it is being sampled."""
 
     sampler: TritonRelationSampler  # owner of the scratch memory
-    relations: Sequence[RelationArrays]  # this and the rest: as for TritonRelationSampler.sample
+    relations: Sequence[Relation]  # this and the rest: as for TritonRelationSampler.sample
     seeds: Sequence[Tensor]
     starts: Sequence[int]
     keys: Sequence[Sequence[int]]
@@ -127,14 +116,6 @@ class RelationBatch:
                 total += edges
             rows = new if disjoint else [min(a, b) for a, b in zip(new, self.sampler.num_nodes, strict=True)]
         return max(total, most)
-
-    def grow(self, needed: int) -> None:
-        """Raise the capacity to at least ``needed`` edges or rows; later hops may need more."""
-        if needed > self.limit:
-            num_seeds = sum(self.num_seeds)
-            raise ValueError(f"a batch of {num_seeds} seeds has at least {needed} edges; the limit is {self.limit}")
-        self.capacity = min(self.bound, self.limit, max(needed + needed // 4, 2 * self.capacity))
-        self.sampler._start_capacity = max(self.sampler._start_capacity, self.capacity)
 
     def run(self) -> list[int]:
         """Sample into the scratch memory, synchronize with the host once, and return the sizes."""

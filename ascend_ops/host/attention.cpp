@@ -20,11 +20,8 @@ constexpr int PRODUCT_EXPONENT = 14;  // products are float32: both factors may 
 }  // namespace
 
 at::Tensor EdgeProducts(at::TensorList chunks, const at::Tensor& rowSide, const at::Tensor& columnSide,
-                        const std::optional<at::Tensor>& best, const std::optional<at::Tensor>& weight,
-                        at::IntArrayRef /*slices*/, at::IntArrayRef chunkRanges)
+                        at::IntArrayRef chunkRanges)
 {
-    TORCH_CHECK_NOT_IMPLEMENTED(!best.has_value() && !weight.has_value(),
-                                "the NPU has no kernel for the weights' gradient of a maximum");
     const c10::OptionalDeviceGuard guard(rowSide.device());
     const int64_t heads = rowSide.size(1), columns = rowSide.size(2), numEdges = chunks[3].numel();
     const at::Tensor out = at::zeros({numEdges, heads, 1}, rowSide.options().dtype(at::kFloat));

@@ -22,8 +22,7 @@ std::tuple<at::Tensor, at::Tensor> AggregateVector(at::TensorList chunks, int64_
                                                    at::IntArrayRef slices, at::IntArrayRef chunkRanges);
 
 at::Tensor EdgeProducts(at::TensorList chunks, const at::Tensor& rowSide, const at::Tensor& columnSide,
-                        const std::optional<at::Tensor>& best, const std::optional<at::Tensor>& weight,
-                        at::IntArrayRef slices, at::IntArrayRef chunkRanges);
+                        at::IntArrayRef chunkRanges);
 
 at::Tensor EdgeSoftmax(at::TensorList chunks, const at::Tensor& rowScores, const at::Tensor& columnScores,
                        double negativeSlope, at::IntArrayRef chunkRanges);

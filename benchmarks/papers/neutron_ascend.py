@@ -175,7 +175,7 @@ def edge_costs(kernel: str, heads: int, width: int) -> tuple[float, float, float
         arguments: dict[str, tuple[Any, ...]] = {
             "edge_softmax": (scores, scores, 0.2, ends),
             "edge_softmax_backward": (scores, scores, 0.2, values, values, ends),
-            "edge_products": (side, side, None, None, [0, width], ends),
+            "edge_products": (side, side, ends),
         }
         found.append(count(partial(getattr(ascend_twin, kernel), chunks, *arguments[kernel])))
     low, high = (2 * counted.makespan / rows for counted in found)  # two vector cores share the rows

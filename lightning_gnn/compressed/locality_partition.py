@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.csc import CSCGraph, transpose
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.csr import CSR
 
 _Array = npt.NDArray[Any]
 
@@ -51,9 +52,9 @@ def locality_aware_partition(
     if kind == "paper":
         order, bounds = partition_rows_as_published(indptr, indices, graph.num_nodes, num_chunks)
         return torch.from_numpy(order), torch.from_numpy(bounds)
-    offsets, targets, _ = transpose(indptr, indices, graph.num_nodes)
+    by_column = CSR(graph.indptr, graph.indices.detach(), graph.num_nodes).transposed()  # not cached with the graph
     bounds = even_bounds(graph.num_nodes, num_chunks)
-    order = partition_rows(indptr, indices, offsets, targets, bounds)
+    order = partition_rows(indptr, indices, by_column.indptr.numpy(), by_column.indices.numpy(), bounds)
     return torch.from_numpy(order), torch.from_numpy(bounds)
 
 

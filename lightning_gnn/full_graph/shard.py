@@ -32,7 +32,7 @@ from lightning_gnn.full_graph.cut import (
 from lightning_gnn.full_graph.exchange import SliceAllToAll, exchange_row_ownership, rows_to_slice, slice_to_rows
 from lightning_gnn.full_graph.plan import Ownership, plan_devices
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
-from lightning_gnn.ops.edge_softmax.definition import edge_softmax
+from lightning_gnn.ops.aggregate.edge_softmax import edge_softmax
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_gnn.features.memory_pool import check_place
-from lightning_gnn.gpu_sampling.sampler import launch_options
+from lightning_gnn.gpu_sampling.sampler import check_launch
 from lightning_gnn.runtime.messages import memory_bytes, true_or_false, whole_number
 
 
@@ -66,7 +66,7 @@ class PlacementOptions:
     def __post_init__(self) -> None:
         check_place(self.topology, "topology")
         check_place(self.features, "features")
-        for name, value in launch_options(self.mode, self.fetch_size, self.num_warps, self.programs_per_sm).items():
+        for name, value in check_launch(self.mode, self.fetch_size, self.num_warps, self.programs_per_sm).items():
             setattr(self, name, value)
         for name, least in (("prefetch", 0), ("bulk", 1)):
             setattr(self, name, whole_number(getattr(self, name), name, least))

@@ -92,7 +92,8 @@ class PersistentNeighborSampler(NeighborSampler):
         if "backend" in options:
             raise TypeError(f"unknown option backend for {type(self).__name__}; use it with NeighborSampler")
         super().__init__(data, num_neighbors, replace, disjoint, seed, **options)
-        self._place(device, topology, mode, fetch_size, num_warps, programs_per_sm, hot_nodes)
+        launch = check_launch(mode, fetch_size, num_warps, programs_per_sm)
+        self._place(device, topology, hot_nodes, **launch)
 
     @classmethod
     def of(cls, sampler: NeighborSampler, **options: Any) -> PersistentNeighborSampler:
@@ -106,19 +107,16 @@ class PersistentNeighborSampler(NeighborSampler):
         self,
         device: torch.device | str | None = None,
         topology: str = "auto",
-        mode: str = "fused",
-        fetch_size: int = 128,
-        num_warps: int = 8,
-        programs_per_sm: int = 4,
         hot_nodes: Tensor | None = None,
         machine: LocalMachine | None = None,
         start_edges: int = START_EDGES,  # edges per launch that the first scratch memory has room for
+        **launch_options: Any,
     ) -> None:
         """Copy the graph to the memory that its placement selects."""
         check_place(topology, "topology")
         if topology == "shard" and machine is None:
             raise ValueError("topology='shard' needs the other GPUs' processes: use PersistentSamplerDataModule")
-        launch = launch_options(mode, fetch_size, num_warps, programs_per_sm) | {"start_edges": start_edges}
+        launch = check_launch(**launch_options) | {"start_edges": start_edges}
         host, whole = self.graph, self.whole_graph
         plain = isinstance(host, CSCGraph) and host.time is None and host.weight is None
         if hot_nodes is not None and not plain:
@@ -291,7 +289,9 @@ class PersistentNeighborSampler(NeighborSampler):
         return gather_rows(graph.edge_ids.view(-1, 1), edge).view(-1).to(torch.int64)
 
 
-def launch_options(mode: str, fetch_size: object, num_warps: object, programs_per_sm: object) -> dict[str, Any]:
+def check_launch(
+    mode: str = "fused", fetch_size: object = 128, num_warps: object = 8, programs_per_sm: object = 4
+) -> dict[str, Any]:
     """Return the options of the launch by name; raise a TypeError or ValueError if one is invalid."""
     if mode not in MODES:
         raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(MODES)}")

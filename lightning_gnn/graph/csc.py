@@ -107,7 +107,7 @@ class CSCGraph:
     def parallel(self) -> Tensor | None:
         """Number of earlier edges in the list with the same source, int32 ``[num_edges]``; None if all are 0."""
         counts = count_parallel(self.indptr.cpu().numpy(), self.indices.cpu().numpy(), self.num_sources)
-        if counts is None:
+        if not counts.any():
             return None
         parallel = torch.from_numpy(counts)
         return parallel.pin_memory() if self.indices.is_pinned() else parallel.to(self.indices.device)
@@ -222,10 +222,9 @@ class CSCGraph:
         if self.weight is not None:
             raise ValueError("edges with weights cannot have times too: weighted temporal sampling is not supported")
         graph = replace(self, floating_time=floating)
-        permutation = order_by_time(self.indptr.numpy(), times.numpy())
-        if permutation is None:
+        order = torch.from_numpy(order_by_time(self.indptr.numpy(), times.numpy()))
+        if not order.numel():
             return replace(graph, time=times)
-        order = torch.from_numpy(permutation)
         ids = order if self.edge_ids is None else self.edge_ids[order]
         return replace(graph, indices=self.indices[order], edge_ids=narrow(ids, self.num_edges), time=times[order])
 
@@ -408,15 +407,6 @@ def sort_by_target(
         indices[at] = row[e]
         edge_ids[at] = e
     return indptr
-
-
-def transpose(
-    indptr: npt.NDArray[Any], indices: npt.NDArray[Any], num_columns: int
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Sort a matrix's entries by column; return ``indptr`` int64 ``[C + 1]``, rows int32 (ascending), entries int64."""
-    row_of_entry = np.repeat(np.arange(indptr.size - 1, dtype=np.int32), np.diff(indptr))
-    rows, entries = np.empty(indices.size, np.int32), np.empty(indices.size, np.int64)
-    return sort_by_target(row_of_entry, indices, num_columns, rows, entries), rows, entries
 
 
 def check_csc(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, num_sources: int) -> None:

@@ -97,29 +97,18 @@ def valid_weights(weight: object) -> Tensor:
 
 
 @numba.njit(nogil=True, cache=True)
-def _argsort_lists(indptr: _Array, time: _Array) -> _Array:
-    order = np.arange(time.size)
+def order_by_time(indptr: _Array, time: _Array) -> _Array:
+    """Return the permutation that sorts each list by time (stable), int64 ``[E]``; empty if all are sorted."""
+    order = np.empty(0, np.int64)
     for v in range(indptr.size - 1):
         begin, end = indptr[v], indptr[v + 1]
         for e in range(begin + 1, end):
             if time[e] < time[e - 1]:
+                if not order.size:
+                    order = np.arange(time.size)
                 order[begin:end] = begin + np.argsort(time[begin:end], kind="mergesort")
                 break
     return order
-
-
-@numba.njit(nogil=True, cache=True)
-def _is_sorted(indptr: _Array, time: _Array) -> bool:
-    for v in range(indptr.size - 1):
-        for e in range(indptr[v] + 1, indptr[v + 1]):
-            if time[e] < time[e - 1]:
-                return False
-    return True
-
-
-def order_by_time(indptr: _Array, time: _Array) -> _Array | None:
-    """Return the permutation that sorts each list by time (stable), int64 ``[E]``; None if all are sorted."""
-    return None if _is_sorted(indptr, time) else _argsort_lists(indptr, time)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -142,23 +131,13 @@ def sum_weights(indptr: _Array, weight: _Array) -> _Array:
 
 
 @numba.njit(nogil=True, cache=True)
-def _count_parallel(indptr: _Array, indices: _Array, num_sources: int) -> tuple[_Array, bool]:
+def count_parallel(indptr: _Array, indices: _Array, num_sources: int) -> _Array:
+    """Count each edge's earlier edges in the list with the same source, int32 ``[E]``."""
     counts = np.zeros(indices.size, np.int32)
     last, seen = np.full(num_sources, -1), np.zeros(num_sources, np.int32)
-    has_parallel = False
     for v in range(indptr.size - 1):
         for e in range(indptr[v], indptr[v + 1]):
             u = indices[e]
-            if last[u] == v:
-                seen[u] += 1
-                counts[e] = seen[u]
-                has_parallel = True
-            else:
-                last[u], seen[u] = v, 0
-    return counts, has_parallel
-
-
-def count_parallel(indptr: _Array, indices: _Array, num_sources: int) -> _Array | None:
-    """Count each edge's earlier edges in the list with the same source, int32 ``[E]``; None if all counts are 0."""
-    counts, has_parallel = _count_parallel(indptr, indices, num_sources)
-    return counts if has_parallel else None
+            seen[u] = seen[u] + 1 if last[u] == v else 0
+            last[u], counts[e] = v, seen[u]
+    return counts

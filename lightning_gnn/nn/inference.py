@@ -26,8 +26,8 @@ from lightning_gnn.nn.layers import activate, widen_features
 from lightning_gnn.nn.models import LayeredGNN
 from lightning_gnn.nn.run_model import edge_arguments
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
+from lightning_gnn.ops.aggregate.edge_softmax import edge_softmax
 from lightning_gnn.ops.aggregate.source_order import aggregate_in_source_order, iter_target_ranges
-from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.runtime.lightning import rank_zero_info
 from lightning_gnn.runtime.memory_info import available_bytes
 
@@ -244,16 +244,10 @@ class GraphBlock:
         """Return the block itself, which was extracted from a graph with self-loops."""
         return self
 
-    def gcn_weight(
-        self,
-        edge_weight: Tensor | None = None,
-        improved: bool = False,
-        add_self_loops: bool = True,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Return the normalization by the degrees in the whole graph."""
+    def gcn_weight(self, *options: Any, **named: Any) -> Tensor:
+        """Return the normalization by the degrees in the whole graph, as :meth:`CompressedGraph.gcn_weight`."""
         if "gcn" not in self._memo:
-            self._memo["gcn"] = self._user_graph.gcn_weight(edge_weight, improved, add_self_loops, dtype=dtype)
+            self._memo["gcn"] = self._user_graph.gcn_weight(*options, **named)
         return self._select_edges(self._memo["gcn"])
 
     def edge_order(self, values: Tensor) -> Tensor:
@@ -340,7 +334,9 @@ class _Streamed:
             yield from self._iter_in_source_order(layer.conv, source, graph, min(max_vertices, _ROWS_AT_ONCE))
             return
         memo: dict[str, Tensor] = {}
-        for first, last in _iter_blocks(graph.forward, max_vertices):
+        rows = graph.forward
+        bounds = _cut_rows(rows.indptr.numpy(), rows.indices.numpy(), rows.num_columns, max_vertices)
+        for first, last in pairwise(bounds.tolist()):
             block = GraphBlock(graph, self.graph, first, last, memo).to(self.device)
             inputs = source[block.sources].to(self.device, self.dtype)
             if isinstance(layer.conv, GCNConv):
@@ -379,27 +375,23 @@ def _is_linear(conv: nn.Module) -> bool:
     return is_sum and (not conv.project if isinstance(conv, SAGEConv) else is_plain(conv.lin) and conv.lin.bias is None)
 
 
-def _iter_blocks(rows: CSR, max_vertices: int) -> Iterator[tuple[int, int]]:
-    """Yield row ranges with at most ``most`` vertices (rows and distinct columns), but at least one row."""
-    indptr, indices = rows.indptr.numpy(), rows.indices.numpy()
-    stamps = np.full(rows.num_columns, -1, np.int64)
-    first = 0
-    while first < rows.num_rows:
-        last = find_block_end(indptr, indices, first, max_vertices, stamps)
-        yield first, last
-        first = last
-
-
 @numba.njit(nogil=True, cache=True)
-def find_block_end(indptr: np.ndarray, indices: np.ndarray, first: int, max_vertices: int, stamps: np.ndarray) -> int:
-    """Return the end of the row range that fits; ``stamps`` ``[num_columns]`` holds the last range of a column."""
-    vertices = 0
-    for row in range(first, indptr.size - 1):
-        vertices += 1
+def _cut_rows(indptr: np.ndarray, indices: np.ndarray, num_columns: int, max_vertices: int) -> np.ndarray:
+    """Return bounds of row ranges with at most ``max_vertices`` (rows and distinct columns), or of a single row."""
+    stamps = np.full(num_columns, -1, np.int64)  # first row of the last range that has the column
+    bounds, row, vertices = [0], 0, 0
+    while row + 1 < indptr.size:
+        first, added = bounds[-1], 1
         for e in range(indptr[row], indptr[row + 1]):
             if stamps[indices[e]] != first:
                 stamps[indices[e]] = first
-                vertices += 1
-        if vertices > max_vertices:
-            return max(row, first + 1)
-    return indptr.size - 1
+                added += 1
+        if row > first and vertices + added > max_vertices:
+            bounds.append(row)
+            vertices = 0
+        else:
+            vertices += added
+            row += 1
+    if row:
+        bounds.append(row)
+    return np.array(bounds)

@@ -16,30 +16,17 @@ from lightning_gnn.runtime.store import discard, scratch
 from lightning_gnn.runtime.urls import local_path
 
 
-class MemoryOutputs:
-    """Stores layer outputs in host memory."""
+class LayerOutputs:
+    """Stores layer outputs in host memory, or in files ``layer_<i>.npy`` of a folder, at most two at a time."""
 
-    def prepare(self, shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
-        """Raise an OSError unless the outputs of all layers fit."""
-
-    def create_output(self, layer: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return the tensor that a layer writes to."""
-        return torch.empty(shape, dtype=dtype)
-
-    def finish(self, layer: int, output: Tensor) -> Tensor:
-        """Return the complete output of a layer, for the next layer or as the result."""
-        return output
-
-
-class FileOutputs(MemoryOutputs):
-    """Stores layer outputs in files ``layer_<i>.npy``, at most two at a time."""
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.folder, self._num_layers = folder, 0
         self._map: np.memmap | None = None
 
     def prepare(self, shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
         """Remove files of an earlier run, and check that the outputs of all layers will fit on the disk."""
+        if self.folder is None:
+            return
         self._num_layers = len(shapes)
         self.clear()
         sizes = [math.prod(shape) * _to_stored_dtype(dtype).itemsize for shape in shapes]
@@ -47,13 +34,16 @@ class FileOutputs(MemoryOutputs):
             check_room(self._path(layer), size + (sizes[layer - 1] if layer else 0))
 
     def create_output(self, layer: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Create the file that a layer writes to, with its disk space reserved."""
+        """Return the tensor that a layer writes to; that of a file has its disk space reserved."""
+        if self.folder is None:
+            return torch.empty(shape, dtype=dtype)
         self._map = create_array(self._path(layer), str(_to_stored_dtype(dtype)).split(".")[1], shape)
         return torch.from_numpy(self._map)
 
     def finish(self, layer: int, output: Tensor) -> Tensor:
-        """Return the output, mapped copy-on-write, and remove the file of the previous layer."""
-        assert self._map is not None
+        """Return the complete output, of a file mapped copy-on-write, and remove the file of the previous layer."""
+        if self._map is None:
+            return output
         self._map.flush()
         if layer:
             discard(self._path(layer - 1))
@@ -65,22 +55,23 @@ class FileOutputs(MemoryOutputs):
             discard(self._path(layer))
 
     def _path(self, layer: int) -> Path:
+        assert self.folder is not None
         return self.folder / f"layer_{layer}.npy"
 
 
 @contextmanager
-def layer_outputs(folder: str | Path | None, in_memory: bool) -> Iterator[MemoryOutputs]:
+def layer_outputs(folder: str | Path | None, in_memory: bool) -> Iterator[LayerOutputs]:
     """Yield a storage for layer outputs, by default in a temporary folder; an error removes its files."""
     with ExitStack() as stack:
         if in_memory:
-            yield MemoryOutputs()
+            yield LayerOutputs(None)
             return
         path = _create_folder(stack, folder)
         try:
             stack.enter_context(FileLock(path / "lock", timeout=0))
         except Timeout:
             raise RuntimeError(f"{path} is in use by another process; choose another folder for inference") from None
-        files = FileOutputs(path)
+        files = LayerOutputs(path)
         try:
             yield files
         except BaseException:

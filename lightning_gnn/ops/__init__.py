@@ -9,8 +9,8 @@ from lightning_gnn.runtime import kernels  # noqa: F401  sets Numba's cache fold
 # isort: split
 from lightning_gnn.ops.aggregate.backends import default_backend
 from lightning_gnn.ops.aggregate.definition import aggregate, hybrid_plan
+from lightning_gnn.ops.aggregate.edge_softmax import edge_softmax
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
-from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.ops.gather import npu as gather_npu  # noqa: F401  registers the backends
 from lightning_gnn.ops.gather import numba as gather_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.gather import triton as gather_triton  # noqa: F401  registers the backends

@@ -80,6 +80,11 @@ class Call:
         pointer = self.builder.bitcast(self.pointer(name, at), value.type.as_pointer())
         self.builder.store(value, pointer).align = self.bytes_of(name)
 
+    def repeat(self, value: ir.Value, count: int) -> ir.Value:
+        """Return a vector of ``count`` copies of a value."""
+        one = self.builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, _I32(0))
+        return self.builder.shuffle_vector(one, one, repeated(_I32, 0, count))
+
     def integer(self, name: str) -> ir.Value:
         """Return an integer of any width as int64."""
         return self.context.cast(self.builder, self.args[name], self.types[name], types.intp)
@@ -198,8 +203,7 @@ class _Block(Call):
             yield entry
 
     def splat(self, value: ir.Value) -> ir.Value:
-        one = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), value, _I32(0))
-        return self.shuffle(one, one, [0] * self.width)
+        return self.repeat(value, self.width)
 
     def weights(self, entry: ir.Value) -> ir.Value:
         """Return the entry's weight of each column."""

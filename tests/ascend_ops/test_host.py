@@ -165,7 +165,7 @@ def test_an_npu_without_the_kernels_uses_torch_and_says_why_once(monkeypatch):
             functions = [aggregate_backends.functions_of(aggregate_backends.DEVICE, npu) for _ in range(2)]
         assert len(caught) == 1
         assert aggregate_npu.num_cores(0) == torch.get_num_threads()
-        assert functions[1] is aggregate_backends.REFERENCE
+        assert functions[1] is aggregate_backends.reference
     finally:
         aggregate_npu.available.cache_clear()
         aggregate_npu.num_cores.cache_clear()

@@ -12,7 +12,7 @@ from lightning_gnn.full_graph.shard import RowShard
 from lightning_gnn.nn import GCNConv
 from lightning_gnn.ops.aggregate import definition
 from lightning_gnn.ops.aggregate.definition import aggregate
-from lightning_gnn.ops.edge_softmax.definition import edge_softmax
+from lightning_gnn.ops.aggregate.edge_softmax import edge_softmax
 from tests.campaigns import campaign
 from tests.full_graph.launch import run
 

@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from lightning_gnn import NeighborDataModule, PersistentNeighborSampler, PersistentSamplerDataModule
 from lightning_gnn.ops import library
-from lightning_gnn.ops.aggregate.backends import DEVICE, REFERENCE, functions_of
+from lightning_gnn.ops.aggregate import reference
+from lightning_gnn.ops.aggregate.backends import DEVICE, functions_of
 from lightning_gnn.runtime import store
 from lightning_gnn.sampling import NeighborSampler
 from tests.batch_checks import assert_same_batches
@@ -61,7 +62,7 @@ def test_with_both_only_the_driver_is_missing(probe):
 def test_torch_and_the_cpu_take_over(probe):
     probe.setattr(library, "triton_obstacle", lambda: "no compiler")
     with pytest.warns(UserWarning, match="No Triton kernels on the GPU"):
-        assert functions_of(DEVICE, GPU) is REFERENCE
+        assert functions_of(DEVICE, GPU) is reference
     with pytest.warns(UserWarning, match="No GPU for the persistent sampler"):
         ours = PersistentNeighborSampler(data(), [4, 2], seed=1, device="cuda")
     assert_same_samples(ours, NeighborSampler(data(), [4, 2], seed=1), torch.arange(9), 3)

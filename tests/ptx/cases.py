@@ -16,9 +16,8 @@ import torch
 
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import Labor
-from lightning_gnn.ops.aggregate import backends
+from lightning_gnn.ops.aggregate import backends, reference
 from lightning_gnn.ops.aggregate import triton as aggregation
-from lightning_gnn.ops.aggregate.backends import REFERENCE
 from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
 from lightning_gnn.ops.sample import triton as sampling
 from lightning_gnn.triton_kernels import aggregate as aggregate_kernels
@@ -185,13 +184,13 @@ def compare_floats(name, *arguments, dtype, tolerance=0.0):
             return value.double() if value.is_floating_point() else value
         return (
             type(value)(*map(widen, value))
-            if hasattr(value, "_fields") and not isinstance(value, Matrix)
+            if hasattr(value, "_fields")
             else tuple(map(widen, value))
             if type(value) is tuple
             else value
         )
 
-    ours, wanted = getattr(aggregation, name)(*arguments), getattr(REFERENCE, name)(*map(widen, arguments))
+    ours, wanted = getattr(aggregation, name)(*arguments), getattr(reference, name)(*map(widen, arguments))
     pairs = zip(ours, wanted, strict=True) if isinstance(ours, tuple) else [(ours, wanted)]
     for found, exact in pairs:
         torch.testing.assert_close(
@@ -236,7 +235,7 @@ def softmax(heads, dtype=torch.float32, tolerance=1e-5):
         row, column = (torch.randn(n, heads, generator=some).to(dtype) for n in (matrix.num_rows, matrix.num_columns))
         scores = Scores(row, column, 0.2)
         compare_floats("edge_softmax", matrix, scores, dtype=dtype, tolerance=tolerance)
-        weight = REFERENCE.edge_softmax(matrix, scores)
+        weight = reference.edge_softmax(matrix, scores)
         grad = torch.randn(matrix.num_edges, heads, generator=some).to(dtype)
         compare_floats("edge_softmax_backward", matrix, scores, weight, grad, dtype=dtype, tolerance=tolerance)
 

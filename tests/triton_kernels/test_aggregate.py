@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.ops.aggregate import reference
 from lightning_gnn.ops.aggregate import triton as aggregate_triton
-from lightning_gnn.ops.aggregate.backends import REFERENCE
 from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.aggregate.edge_softmax import edge_softmax
 from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
-from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.triton_kernels import row_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,6 +48,8 @@ def matrices(draw, max_vertices=40, max_entries=150):
 
 def map_tensors(value, function):
     """Apply a function to each tensor of a matrix, scores or a pair."""
+    if isinstance(value, Matrix):
+        return replace(value, indptr=function(value.indptr), indices=function(value.indices))
     if isinstance(value, tuple):
         parts = [map_tensors(part, function) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -61,7 +64,7 @@ def move_tensors(value, device):
 def check(name, *arguments, dtype):
     """Compare an operator with the reference in float64."""
     ours = getattr(aggregate_triton, name)(*(move_tensors(value, DEVICE) for value in arguments))
-    wanted = getattr(REFERENCE, name)(*(widen(value) for value in arguments))
+    wanted = getattr(reference, name)(*(widen(value) for value in arguments))
     for left, right in zip(*((out if isinstance(out, tuple) else (out,)) for out in (ours, wanted)), strict=True):
         assert left.dtype == dtype
         assert left.shape == right.shape
@@ -102,7 +105,7 @@ def test_maxima_and_their_gradients_equal_the_reference(matrix, shape, dtype, we
     if special:
         x[0], x[-1] = float("nan"), -float("inf")
     check("aggregate", matrix, x, weight, "max", dtype=dtype)
-    best, _ = REFERENCE.aggregate(matrix, x, weight, "max")
+    best, _ = reference.aggregate(matrix, x, weight, "max")
     grad = draw_normal(num_rows, *shape, dtype=dtype, seed=2)
     if weight is not None:
         check("edge_products", matrix, grad, x, (best, weight), dtype=dtype)
@@ -131,7 +134,7 @@ def test_attention_and_its_gradient_equal_the_reference(matrix, heads, dtype, sl
     column = draw_normal(matrix.num_columns, heads, dtype=dtype, seed=1)
     scores = Scores(row, column, slope)
     check("edge_softmax", matrix, scores, dtype=dtype)
-    weight = REFERENCE.edge_softmax(matrix, widen(scores)).to(dtype)
+    weight = reference.edge_softmax(matrix, widen(scores)).to(dtype)
     grad = draw_normal(matrix.num_edges, heads, dtype=dtype, seed=2)
     check("edge_softmax_backward", matrix, scores, weight, grad, dtype=dtype)
 

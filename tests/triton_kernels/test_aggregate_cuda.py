@@ -7,8 +7,8 @@ from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
 from lightning_gnn.ops.aggregate import triton as aggregate_triton
 from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.aggregate.edge_softmax import edge_softmax
 from lightning_gnn.ops.aggregate.matrix import Matrix
-from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
 pytestmark = [
     pytest.mark.cuda,

@@ -1,38 +1,19 @@
-"""Fused GAT and GATv2 layers on an ``edge_index``, and the conditions for using them."""
+"""Fused GAT and GATv2 layers on an ``edge_index``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
-from lightning_gnn.nn.conv.backends import accepted_dtypes, choose
-from lightning_gnn.nn.conv.fused import can_run, find_obstacle
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.dropout import dropout
 
 _GATHER = 16  # cost of an edge reading one element of a row, in multiply-adds of a dense product
 _SCORE = 3  # cost of a head processing one element, in multiply-adds
 _TILED = 1.5  # cost of a product per head and tile, relative to one of all heads and rows
-
-
-def can_fuse_attention(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> bool:
-    """Return whether the fused layer gives PyG's results, also to hooks and transforms, and is faster."""
-    tensors = (source, target, edge_index)
-    if not can_run(layer.fused.operator, tensors) or find_obstacle(layer) is not None:
-        return False
-    # PyG's path raises the errors for wrong shapes and dtypes.
-    weights = [lin.weight for lin in layer.fused.products(layer).values()]
-    if any(nn.parameter.is_lazy(weight) for weight in weights):
-        return False
-    computed_in = torch.float32 if torch.is_autocast_enabled(source.device.type) else source.dtype
-    fits = all(tensor.dim() == 2 and tensor.device == source.device for tensor in (*tensors, *weights))
-    fits = fits and target.dtype in accepted_dtypes(source) and all(weight.dtype == computed_in for weight in weights)
-    fits = fits and source.size(1) == weights[0].size(1) and target.size(1) == weights[-1].size(1)
-    fits = fits and edge_index.dtype == torch.int64 and edge_index.size(0) == 2
-    return fits and choose(layer.fused.operator, source, edge_index.size(1) * weights[0].size(0)) is not None
 
 
 @contextmanager

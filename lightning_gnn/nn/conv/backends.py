@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.backends import backend_name, runs_on_chip
+from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor
 
 _FLOATS = (torch.float32, torch.float64)
 
@@ -36,7 +36,7 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
             ("npu", "cpu"),  # the CPU simulates the chip on request
             (*_FLOATS, torch.bfloat16, torch.float16),
             (torch.bfloat16, torch.float16),
-            available=lambda device: runs_on_chip(device, backend_name(None)),
+            available=lambda device: chip_executor(device, backend_name(None)) is not None,
         ),
         Impl("numba", ("cpu",), (*_FLOATS, torch.bfloat16), (torch.bfloat16,), least_size=1 << 19),
     ),

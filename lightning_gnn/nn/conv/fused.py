@@ -85,6 +85,11 @@ def can_run(operator: str, tensors: Sequence[Any]) -> bool:
     return not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
+def are_usable(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> bool:
+    """Return whether weights are initialized and have one of the dtypes."""
+    return not any(nn.parameter.is_lazy(weight) for weight in weights) and all(w.dtype in dtypes for w in weights)
+
+
 def can_fuse(
     layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> bool:
@@ -97,15 +102,18 @@ def can_fuse(
     if edge_weight is not None and (edge_weight.requires_grad or list(edge_weight.shape) != [edge_index.size(-1)]):
         return False
     weights = [lin.weight for lin in layer.fused.products(layer).values()]
-    if any(nn.parameter.is_lazy(weight) for weight in weights):
-        return False
-    device, dtypes = source.device, accepted_dtypes(source)
-    floating = [tensor for tensor in (target, edge_weight, *weights) if tensor is not None]
-    fits = all(tensor.dtype in dtypes and tensor.device == device for tensor in floating)
+    dtypes, attends = accepted_dtypes(source), layer.fused.operator == "attention"
+    # Attention computes in the first of the dtypes.
+    fits = are_usable(weights, dtypes[:1] if attends else dtypes)
+    fits = fits and target.dtype in dtypes and (edge_weight is None or edge_weight.dtype in dtypes)
+    fits = fits and all(tensor.device == source.device for tensor in (*tensors, *weights))
     fits = fits and source.dim() == 2 and target.dim() == 2 and (not weights or source.size(1) == weights[0].size(1))
-    fits = fits and edge_index.device == device and edge_index.dtype == torch.int64
-    fits = fits and edge_index.dim() == 2 and edge_index.size(0) == 2 and edge_index.numel() > 0
-    return fits and choose(layer.fused.operator, source, edge_index.size(1) * source.size(1)) is not None
+    fits = fits and (not attends or target.size(1) == weights[-1].size(1))
+    fits = fits and edge_index.dtype == torch.int64 and edge_index.dim() == 2 and edge_index.size(0) == 2
+    if not fits or not (attends or edge_index.numel()):
+        return False
+    columns = weights[0].size(0) if attends else source.size(1)
+    return choose(layer.fused.operator, source, edge_index.size(1) * columns) is not None
 
 
 def multiply(module: nn.Module, x: Tensor) -> Tensor:

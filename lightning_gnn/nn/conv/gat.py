@@ -7,12 +7,12 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor, OptTensor
 
 from lightning_gnn.compressed.graph import CompressedGraph
-from lightning_gnn.nn.conv.attention import as_float32, can_fuse_attention, run_gat
-from lightning_gnn.nn.conv.fused import FusedSpec
+from lightning_gnn.nn.conv.attention import as_float32, run_gat
+from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse
 from lightning_gnn.nn.conv.graph import TENSOR, check_inputs, is_graph, with_self_loops
 from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.aggregate.edge_softmax import edge_softmax
 from lightning_gnn.ops.dropout import edge_dropout
-from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
 
 class GATConv(pyg.GATConv):  # type: ignore[misc]
@@ -57,7 +57,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         # Edge tensors use the fused operator if its results are the same, otherwise PyG's layer.
         if not is_graph(edge_index):
             plain = edge_attr is None and size is None and return_attention_weights is None
-            if plain and can_fuse_attention(self, source, target, edge_index):
+            if plain and can_fuse(self, source, target, edge_index):
                 with as_float32(source, target) as wide:
                     return run_gat(self, *wide, edge_index)
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptTensor, PairTensor
 
-from lightning_gnn.nn.conv.attention import as_float32, can_fuse_attention, run_gatv2
-from lightning_gnn.nn.conv.fused import FusedSpec
+from lightning_gnn.nn.conv.attention import as_float32, run_gatv2
+from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse
 
 
 class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
@@ -37,7 +37,7 @@ class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
         """Return ``[num_targets, heads * out_channels]``, or without ``concat`` ``[num_targets, out_channels]``."""
         source, target = (x, x) if isinstance(x, Tensor) else x
         plain = edge_attr is None and return_attention_weights is None
-        if plain and can_fuse_attention(self, source, target, edge_index):
+        if plain and can_fuse(self, source, target, edge_index):
             with as_float32(source, target) as wide:
                 return run_gatv2(self, *wide, edge_index)
         return super().forward(x, edge_index, edge_attr, return_attention_weights)

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch_geometric.nn import HGTConv
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.nn.conv.attention import costs, fold_weight
-from lightning_gnn.nn.conv.fused import FusedSpec, can_run, find_obstacle, has_hooks
+from lightning_gnn.nn.conv.backends import accepted_dtypes
+from lightning_gnn.nn.conv.fused import FusedSpec, are_usable, can_run, find_obstacle, has_hooks
 from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.hetero.rows import LayerInput, TypedRows
 from lightning_gnn.nn.type_modules import type_key
@@ -178,13 +179,9 @@ class TransformerConv(HGTConv):  # type: ignore[misc]
             return False
         weights = [lin.weight for lin in self.kqv_lin.lins.values()]
         weights += [self.k_rel.weight, self.v_rel.weight, *self.p_rel.values()]
-        if any(nn.parameter.is_lazy(weight) for weight in weights):
-            return False
-        table = rows.tables[0]
-        computed_in = torch.float32 if torch.is_autocast_enabled(table.device.type) else table.dtype
-        # PyG's path raises the errors for wrong shapes.
-        fits = all(weight.dtype == computed_in for weight in weights)
-        return fits and all(self.kqv_lin.lins[name].weight.size(1) == table.size(1) for name in rows.counts[0])
+        # PyG's path raises the errors for wrong shapes. Attention computes in the first of the dtypes.
+        fits, width = are_usable(weights, accepted_dtypes(rows.tables[0])[:1]), rows.tables[0].size(1)
+        return fits and all(self.kqv_lin.lins[name].weight.size(1) == width for name in rows.counts[0])
 
     def _attend(self, rows: TypedRows, block: LayerInput) -> list[Tensor]:
         """Return the rows of the targets of each type."""

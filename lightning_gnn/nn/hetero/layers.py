@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch_geometric.nn import HeteroConv
 from torch_geometric.nn import conv as pyg
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.nn.conv.backends import accepted_dtypes
-from lightning_gnn.nn.conv.fused import FusedSpec, can_run, find_obstacle, has_hooks
+from lightning_gnn.nn.conv.fused import FusedSpec, are_usable, can_run, find_obstacle, has_hooks
 from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.conv.sage import SAGEConv
 from lightning_gnn.nn.hetero.attention import aggregates_first, attend_types
@@ -133,13 +133,10 @@ class TypedConv(HeteroConv):  # type: ignore[misc]
         products = [list(conv.fused.products(conv).values()) for conv in convs]
         residuals = [conv.res for conv in convs if attends and conv.res is not None]
         weights = [lin.weight for lin in (*(lin for lins in products for lin in lins), *residuals)]
-        if any(nn.parameter.is_lazy(weight) for weight in weights):
-            return False
         dtypes = accepted_dtypes(rows.tables[0])
-        if any(table.dtype not in dtypes for table in rows.tables):
-            return False
-        # Attention computes in the first of them.
-        if any(weight.dtype not in (dtypes[:1] if attends else dtypes) for weight in weights):
+        # Attention computes in the first of the dtypes.
+        fits = are_usable(weights, dtypes[:1] if attends else dtypes)
+        if not fits or any(table.dtype not in dtypes for table in rows.tables):
             return False
         width = {name: table.size(1) for table, names in zip(rows.tables, rows.counts, strict=True) for name in names}
         # PyG's path raises the errors for wrong shapes.

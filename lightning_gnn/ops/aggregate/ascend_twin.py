@@ -133,15 +133,7 @@ def _to_result(y: Array, x: Tensor, exponent: int, degrees: Tensor | None) -> Te
     return _unscale(out, exponent, degrees).to(x.device, x.dtype).contiguous()
 
 
-def edge_products(
-    chunks: list[Tensor],
-    row_side: Tensor,
-    column_side: Tensor,
-    best: Tensor | None,
-    weight: Tensor | None,
-    slices: list[int],
-    chunk_ranges: list[int],
-) -> Tensor:
+def edge_products(chunks: list[Tensor], row_side: Tensor, column_side: Tensor, chunk_ranges: list[int]) -> Tensor:
     """Compute the dot product of both ends of each entry, per head."""
     num_edges, heads, columns = chunks[3].numel(), row_side.size(1), row_side.size(2)
     if num_edges == 0 or columns == 0:

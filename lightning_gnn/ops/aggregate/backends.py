@@ -1,24 +1,18 @@
-"""Backend selection for ``aggregate`` and ``edge_softmax``: each has the six functions of the two ``reference.py``."""
+"""Backend selection for ``aggregate`` and ``edge_softmax``: each has the six functions of ``reference.py``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from lightning_gnn.ops.aggregate import numba, reference
-from lightning_gnn.ops.edge_softmax import numba as softmax_numba
-from lightning_gnn.ops.edge_softmax import reference as softmax_reference
 from lightning_gnn.ops.library import runs_triton
 
 BACKENDS = ("numba", "triton", "reference", "ascend_twin")
 DEVICE = "device"  # selects the backend of the tensors' device
 
 _default: str | None = None
-
-REFERENCE = SimpleNamespace(**vars(reference) | vars(softmax_reference))
-NUMBA = SimpleNamespace(**vars(numba) | vars(softmax_numba))
 
 
 @contextmanager
@@ -44,22 +38,22 @@ def backend_name(backend: str | None) -> str:
 
 
 def functions_of(backend: str, device: torch.device) -> Any:
-    """Return an object with the functions of a backend: a module, a namespace or a ``Chip``."""
+    """Return an object with the functions of a backend: a module or a ``Chip``."""
     if backend == "reference":
-        return REFERENCE
+        return reference
     if backend == "numba" and device.type != "cpu":
         raise ValueError(f"backend='numba' runs on the CPU only, but the graph is on {device}; leave the backend out")
-    if runs_on_chip(device, backend):
+    if (executor := chip_executor(device, backend)) is not None:
         from lightning_gnn.ops.aggregate.chip import Chip
 
-        return Chip(*chip_executor(device, backend))
+        return Chip(*executor)
     if device.type == "cpu" and backend != "triton":
-        return NUMBA
+        return numba
     if backend == "triton" or (device.type == "cuda" and runs_triton(device)):
         from lightning_gnn.ops.aggregate import triton
 
         return triton
-    return REFERENCE
+    return reference
 
 
 def _check_name(backend: str | None) -> None:
@@ -67,21 +61,17 @@ def _check_name(backend: str | None) -> None:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}, or None")
 
 
-def runs_on_chip(device: torch.device, backend: str) -> bool:
-    """Return whether the Ascend C kernels run, simulated or on an NPU; the first call builds them."""
-    if device.type != "npu" or backend != DEVICE:
-        return backend == "ascend_twin"
-    from lightning_gnn.ops.aggregate import npu
+def chip_executor(device: torch.device, backend: str) -> tuple[Any, int] | None:
+    """Return the module that launches Ascend C kernels, simulated or on an NPU, and the number of AI cores, or None.
 
-    return npu.available()
-
-
-def chip_executor(device: torch.device, backend: str) -> tuple[Any, int]:
-    """Return the module that launches Ascend C kernels where :func:`runs_on_chip`, and the number of AI cores."""
+    The first call for an NPU builds the kernels.
+    """
     if backend == "ascend_twin":
         from lightning_gnn.ops.aggregate import ascend_twin
 
         return ascend_twin, torch.get_num_threads()
+    if device.type != "npu" or backend != DEVICE:
+        return None
     from lightning_gnn.ops.aggregate import npu
 
-    return npu, npu.num_cores(device.index or 0)
+    return (npu, npu.num_cores(device.index or 0)) if npu.available() else None

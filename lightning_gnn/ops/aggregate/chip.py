@@ -30,7 +30,7 @@ _caches: MutableMapping[Tensor, dict[str, _ChipCache]] = WeakIdKeyDictionary()
 
 @dataclass
 class Chip:
-    """The functions of ``reference.py``, here and in ``edge_softmax``, executed by the kernels of a module."""
+    """The functions of ``reference.py``, executed by the kernels of a module."""
 
     kernels: Any  # npu or ascend_twin
     cores: int  # AI cores, overridden by settings.num_workers
@@ -86,8 +86,8 @@ class Chip:
         if match is not None:
             return reference.edge_products(matrix, row_side, column_side, match)
         chunks, plan = self._plan_edges(matrix, row_side.size(1) * row_side.size(2))
-        ranges = bounds(plan.slices), bounds(plan.chunk_ranges)
-        return _to_row_order(matrix, self.kernels.edge_products(chunks, row_side, column_side, None, None, *ranges))
+        products = self.kernels.edge_products(chunks, row_side, column_side, bounds(plan.chunk_ranges))
+        return _to_row_order(matrix, products)
 
     def edge_softmax(self, matrix: Matrix, scores: Scores) -> Tensor:
         """Normalize ``exp(leaky_relu(row + column))`` over the entries of each row."""
@@ -123,7 +123,7 @@ class Chip:
 def _get_cache(matrix: Matrix) -> _ChipCache:
     by_chunks, chunks = _caches.setdefault(matrix.indices, {}), matrix.settings.chunks
     if chunks not in by_chunks:
-        by_chunks[chunks] = _ChipCache(layout_of(matrix.csr, chunks))
+        by_chunks[chunks] = _ChipCache(layout_of(matrix, chunks))
     return by_chunks[chunks]
 
 

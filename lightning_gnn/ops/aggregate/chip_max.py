@@ -19,8 +19,7 @@ class Entries:
 
     vertices: Tensor  # vertex, first entry, last entry + 1 and 0, int32 [num_rows, 4]
     columns: Tensor  # column (vertex) of each entry, int32 [num_edges]
-    bounds: Tensor  # first vertex of each vector core of a group, then the end of the last, int32 [G + 1]
-    num_groups: int  # groups of cores; each group computes a slice of the columns
+    bounds: Tensor  # first vertex of each vector core, then the end of the last, int32 [cores + 1]
 
 
 def entries_of_edges(edges: list[Tensor], cores: int) -> Entries:
@@ -32,7 +31,7 @@ def entries_of_edges(edges: list[Tensor], cores: int) -> Entries:
     work = (num_rows + num_edges) * torch.arange(members + 1, device=indptr.device) // members
     bounds = torch.searchsorted(indptr[:-1] + rows, work).to(torch.int32)
     vertices = torch.stack([rows, indptr[:-1], indptr[1:], torch.zeros_like(rows)], 1)
-    return Entries(vertices.to(torch.int32), indices.to(torch.int32), bounds, 1)
+    return Entries(vertices.to(torch.int32), indices.to(torch.int32), bounds)
 
 
 def maxima(launch: Launch, entries: Entries, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -70,15 +69,15 @@ def _launch_kernel(
     non_finite: Tensor,
     outputs: list[Tensor],
 ) -> None:
-    # The plan assigns each core a range of entries and panels of columns.
+    # The plan assigns each core a range of entries, and all panels of columns.
     heads, columns = _head_shape(x, weight)
-    first, panels, widest = _panels(columns, entries.num_groups, heads, x.device)
+    first, panels, widest = _panels(columns, heads, x.device)
     plan = torch.cat([first, entries.bounds, panels])
     members = entries.bounds.numel() - 1
     tiling = max_tiling(
         range_offset=first.numel(),
         panel_offset=first.numel() + members + 1,
-        num_groups=entries.num_groups,
+        num_groups=1,
         num_members=members,
         panel_columns=widest,
         stride=heads * up(columns),
@@ -87,12 +86,12 @@ def _launch_kernel(
     )
     # The flag for non-finite inputs is repeated to fill the kernel's smallest transfer, 32 bytes.
     flag = non_finite.to(torch.int32).repeat(8)
-    launch(kernel, entries.num_groups * members, [*inputs, plan, flag], outputs, tiling)
+    launch(kernel, members, [*inputs, plan, flag], outputs, tiling)
 
 
 @cache
-def _panels(columns: int, num_groups: int, heads: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    first, panels, widest = cut_panels(columns, num_groups, heads, MAX_PANEL)
+def _panels(columns: int, heads: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    first, panels, widest = cut_panels(columns, 1, heads, MAX_PANEL)
     return torch.from_numpy(first).to(device), torch.from_numpy(panels).to(device), widest
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.compressed.hybrid_plan import HybridPlan
-from lightning_gnn.ops.aggregate.backends import DEVICE, backend_name, functions_of, runs_on_chip
+from lightning_gnn.ops.aggregate.backends import DEVICE, backend_name, chip_executor, functions_of
 from lightning_gnn.ops.aggregate.derivatives import Graph, max_over_edges, permute_rows, sum_over_edges
 from lightning_gnn.ops.aggregate.matrix import Matrix
 from lightning_gnn.ops.aggregate.reference import accumulation_dtype
@@ -114,12 +114,12 @@ def hybrid_plan(graph: CompressedGraph, num_columns: int) -> HybridPlan:
     ``num_columns`` is the number of feature columns, heads times channels. Other devices raise a ValueError.
     """
     backend, forward = backend_name(None), graph.forward
-    if not runs_on_chip(graph.device, backend):
+    if chip_executor(graph.device, backend) is None:
         raise ValueError(
             f"aggregations on {graph.device.type} do not use a hybrid plan; call this inside "
             "default_backend('ascend_twin') to get the plan of an NPU"
         )
-    matrix = Matrix(forward.indptr, forward.indices, forward.num_columns, graph.settings)
+    matrix = Matrix(forward.indptr, forward.indices, forward.num_columns, settings=graph.settings)
     plan: HybridPlan = functions_of(backend, graph.device).plan(matrix, num_columns)[1]
     return plan
 

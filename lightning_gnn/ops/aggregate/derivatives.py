@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.compressed.hybrid_plan import PlanSettings
+from lightning_gnn.graph.csr import CSR
 from lightning_gnn.ops.aggregate.backends import backend_name, functions_of
 from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
 from lightning_gnn.ops.aggregate.reference import accumulation_dtype
@@ -50,15 +51,13 @@ class Graph(NamedTuple):
         """Number of edges, the rows of weights."""
         return self.indices.size(0)
 
-    def direction(self, transposed: bool = False) -> tuple[Any, Matrix, Tensor | None]:
-        """Return the backend's functions, the matrix of a direction, and the forward edge ids of its entries."""
+    def direction(self, transposed: bool = False) -> tuple[Any, Matrix]:
+        """Return the backend's functions and the matrix of a direction, with the forward edge ids of a transpose."""
         backend, settings = _parse_execution(self.execution)
         functions = functions_of(backend, self.indices.device)
-        matrix = Matrix(self.indptr, self.indices, self.num_sources, settings)
-        if not transposed:
-            return functions, matrix, None
-        back = matrix.csr.transposed()
-        return functions, Matrix(back.indptr, back.indices, back.num_columns, settings), back.edge_ids
+        rows = CSR(self.indptr, self.indices, self.num_sources)
+        rows = rows.transposed() if transposed else rows
+        return functions, Matrix(rows.indptr, rows.indices, rows.num_columns, rows.edge_ids, settings)
 
 
 _FIELDS = len(Graph._fields)
@@ -102,9 +101,9 @@ def _sum(
     num_rows = graph.num_rows(transposed)
     if x.numel() == 0 or num_rows == 0 or graph.num_edges == 0:
         return x.new_zeros(num_rows, *x.shape[1:], dtype=_promoted_dtype(x, weight))
-    functions, matrix, edge_ids = graph.direction(transposed)
-    if weight is not None and edge_ids is not None:
-        weight = permute_rows(weight, edge_ids) if permuted is None else permuted
+    functions, matrix = graph.direction(transposed)
+    if weight is not None and matrix.edge_ids is not None:
+        weight = permute_rows(weight, matrix.edge_ids) if permuted is None else permuted
     # Without weights all columns form a single head.
     table = x.reshape(x.size(0), 1, -1) if weight is None else x
     out: Tensor = functions.aggregate(matrix, table, weight, "mean" if mean else "sum")[0]
@@ -114,7 +113,7 @@ def _sum(
 def _products(row_side: Tensor, column_side: Tensor, graph: Graph) -> Tensor:
     if row_side.size(1) * row_side.size(2) == 0 or graph.num_edges == 0:
         return row_side.new_zeros(graph.num_edges, row_side.size(1), dtype=_promoted_dtype(row_side, column_side))
-    functions, matrix, _ = graph.direction()
+    functions, matrix = graph.direction()
     products: Tensor = functions.edge_products(matrix, row_side, column_side)
     return products
 
@@ -123,7 +122,7 @@ def _max(x: Tensor, weight: Tensor | None, graph: Graph) -> tuple[Tensor, Tensor
     if x.numel() == 0 or graph.num_rows() == 0 or graph.num_edges == 0:
         best, ties = _max_shapes(x, weight, graph)
         return best.zero_(), ties.zero_()
-    functions, matrix, _ = graph.direction()
+    functions, matrix = graph.direction()
     best, ties = functions.aggregate(matrix, x, weight, "max")
     return best, ties
 
@@ -142,11 +141,11 @@ def _max_backward(
     if x.numel() == 0 or shares.numel() == 0 or graph.num_edges == 0:
         return grad_x.zero_(), grad_weight.zero_()
     if wants_x:
-        functions, matrix, edge_ids = graph.direction(transposed=True)
-        ordered = None if weight is None or edge_ids is None else permute_rows(weight, edge_ids)
+        functions, matrix = graph.direction(transposed=True)
+        ordered = None if weight is None or matrix.edge_ids is None else permute_rows(weight, matrix.edge_ids)
         grad_x = functions.aggregate_max_backward(matrix, shares, best, x, ordered)
     if wants_weight:
-        functions, matrix, _ = graph.direction()
+        functions, matrix = graph.direction()
         grad_weight = functions.edge_products(matrix, shares, x, (best, weight))
     return grad_x, grad_weight
 
@@ -159,7 +158,7 @@ def _max_backward_shapes(
 
 
 def _softmax(source: Tensor, target: Tensor, slope: float, graph: Graph) -> Tensor:
-    functions, matrix, _ = graph.direction()
+    functions, matrix = graph.direction()
     attention: Tensor = functions.edge_softmax(matrix, Scores(target, source, slope))
     return attention
 
@@ -167,10 +166,10 @@ def _softmax(source: Tensor, target: Tensor, slope: float, graph: Graph) -> Tens
 def _softmax_backward(
     source: Tensor, target: Tensor, slope: float, attention: Tensor, grad: Tensor, graph: Graph
 ) -> tuple[Tensor, Tensor]:
-    functions, matrix, _ = graph.direction()
+    functions, matrix = graph.direction()
     edge_grads = functions.edge_softmax_backward(matrix, Scores(target, source, slope), attention, grad)
-    _, back, edge_ids = graph.direction(transposed=True)
-    return functions.edge_sums(back, edge_ids, edge_grads), functions.edge_sums(matrix, None, edge_grads)
+    _, back = graph.direction(transposed=True)
+    return functions.edge_sums(back, back.edge_ids, edge_grads), functions.edge_sums(matrix, None, edge_grads)
 
 
 graph_sum = _define_operator(

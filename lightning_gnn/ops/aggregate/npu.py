@@ -15,9 +15,7 @@ _SUM = "(Tensor[] chunks, int num_rows, Tensor x, Tensor? weight, str reduce, in
 aggregate_chunks = define(f"aggregate_chunks{_SUM}, int[] chunk_ranges) -> (Tensor, Tensor)", None)
 aggregate_vector = define(f"aggregate_vector{_SUM}, int[] chunk_ranges) -> (Tensor, Tensor)", None)
 edge_products = define(
-    "edge_products(Tensor[] chunks, Tensor row_side, Tensor column_side, Tensor? best, Tensor? weight, int[] slices,"
-    " int[] chunk_ranges) -> Tensor",
-    None,
+    "edge_products(Tensor[] chunks, Tensor row_side, Tensor column_side, int[] chunk_ranges) -> Tensor", None
 )
 edge_softmax = define(
     "edge_softmax(Tensor[] chunks, Tensor row_scores, Tensor column_scores, float negative_slope, int[] chunk_ranges)"

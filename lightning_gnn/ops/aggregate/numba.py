@@ -16,9 +16,12 @@ from lightning_gnn.ops.aggregate import numba_kernels as kernels
 from lightning_gnn.ops.aggregate import reference
 from lightning_gnn.ops.aggregate.matrix import Match, Matrix
 from lightning_gnn.ops.aggregate.numba_rows import flatten, get_rows, row_ranges, run_rows, to_loadable, use_huge_pages
+from lightning_gnn.ops.aggregate.numba_softmax import edge_softmax, edge_softmax_backward, edge_sums
 from lightning_gnn.ops.aggregate.reference import accumulation_dtype
 from lightning_gnn.ops.intrinsics import MAX_WIDTHS, WIDTHS
 from lightning_gnn.ops.worker_threads import run_all
+
+__all__ = ["aggregate", "aggregate_max_backward", "edge_products", "edge_softmax", "edge_softmax_backward", "edge_sums"]
 
 _NO_DEGREES = np.empty(0, np.int64)
 _BLOCK_STRIDE = 2 * WIDTHS[0]  # elements between the workers' scratch blocks, so that none share a cache line

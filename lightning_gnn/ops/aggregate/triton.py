@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,22 +35,22 @@ def prepare(matrix: Matrix) -> RowParts:
 
 
 @contextlib.contextmanager
-def _launching(tensor: Tensor) -> Iterator[None]:
-    """Check that kernels run on a tensor's device, and make that the current device."""
+def _launching(tensor: Tensor) -> Iterator[tuple[Any, Any]]:
+    """Check that kernels run on a device, make it the current one, and yield the kernels of sums and of attention."""
     if not runs_triton(tensor.device):
         raise ValueError(
             "backend='triton' needs a CUDA device and the package triton (pip install 'lightning-gnn[gpu]'), but "
             f"the tensors are on {tensor.device}; leave the backend out"
         )
+    from lightning_gnn.triton_kernels import aggregate, edge_softmax
+
     with _current_device(tensor.device):
-        yield
+        yield aggregate, edge_softmax
 
 
 def aggregate(matrix: Matrix, x: Tensor, weight: Tensor | None, reduce: str) -> tuple[Tensor, Tensor]:
     """Reduce the weighted rows of ``x`` over the entries of each row, as ``reference.py`` defines."""
-    with _launching(x):
-        from lightning_gnn.triton_kernels import aggregate as kernels
-
+    with _launching(x) as (kernels, _):
         shape = (matrix.num_rows, *x.shape[1:])
         # Without weights all columns form a single head.
         x = _pack_rows(x if weight is not None else x.reshape(x.size(0), 1, -1))
@@ -66,9 +66,7 @@ def aggregate(matrix: Matrix, x: Tensor, weight: Tensor | None, reduce: str) -> 
 
 def aggregate_max_backward(matrix: Matrix, grad: Tensor, best: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
     """Return the gradient of ``x``: that of each maximum, for the rows that attain it."""
-    with _launching(x):
-        from lightning_gnn.triton_kernels import aggregate as kernels
-
+    with _launching(x) as (kernels, _):
         out, match = x.new_empty(x.shape), (x.contiguous(), best.contiguous())
         weight = None if weight is None else weight.contiguous()
         kernels.aggregate_sum(_pack_rows(grad), weight, prepare(matrix), False, out, match)
@@ -77,9 +75,7 @@ def aggregate_max_backward(matrix: Matrix, grad: Tensor, best: Tensor, x: Tensor
 
 def edge_products(matrix: Matrix, row_side: Tensor, column_side: Tensor, match: Match | None = None) -> Tensor:
     """Compute the dot product of both ends of each entry, per head; ``match`` restricts it to attained maxima."""
-    with _launching(row_side):
-        from lightning_gnn.triton_kernels import edge_softmax as kernels
-
+    with _launching(row_side) as (_, kernels):
         match = None if match is None else (match[0].contiguous(), match[1].contiguous())
         out = column_side.new_empty((matrix.num_edges, row_side.size(1)))
         kernels.edge_products(_pack_rows(row_side), _pack_rows(column_side), prepare(matrix), out, match)
@@ -88,9 +84,7 @@ def edge_products(matrix: Matrix, row_side: Tensor, column_side: Tensor, match: 
 
 def edge_softmax(matrix: Matrix, scores: Scores) -> Tensor:
     """Normalize ``exp(leaky_relu(row + column))`` over the entries of each row."""
-    with _launching(scores.row):
-        from lightning_gnn.triton_kernels import edge_softmax as kernels
-
+    with _launching(scores.row) as (_, kernels):
         out = scores.row.new_empty((matrix.num_edges, scores.row.size(1)))
         inputs = scores.column.contiguous(), scores.row.contiguous()
         kernels.edge_softmax(*inputs, scores.slope, prepare(matrix), out)
@@ -99,9 +93,7 @@ def edge_softmax(matrix: Matrix, scores: Scores) -> Tensor:
 
 def edge_softmax_backward(matrix: Matrix, scores: Scores, attention: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of ``row + column`` of each entry from that of its normalized weight."""
-    with _launching(scores.row):
-        from lightning_gnn.triton_kernels import edge_softmax as kernels
-
+    with _launching(scores.row) as (_, kernels):
         arrays = [tensor.contiguous() for tensor in (grad, attention, scores.column, scores.row)]
         out = torch.empty_like(arrays[1])
         kernels.edge_softmax_backward(*arrays, scores.slope, prepare(matrix), out)
@@ -110,9 +102,7 @@ def edge_softmax_backward(matrix: Matrix, scores: Scores, attention: Tensor, gra
 
 def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor:
     """Sum edge values over the entries of each row."""
-    with _launching(values):
-        from lightning_gnn.triton_kernels import aggregate as kernels
-
+    with _launching(values) as (kernels, _):
         out = values.new_empty((matrix.num_rows, values.size(1)))
         kernels.edge_sums(values.contiguous(), edge_ids, prepare(matrix), out)
         return out

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.backends import backend_name, runs_on_chip
+from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor
 from lightning_gnn.ops.aggregate_update import gcn_edges as aggregate_update_gcn_edges  # noqa: F401  defines the operator
 from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate_update import reference
@@ -166,7 +166,7 @@ def _run(call: Update, then: ReluDropout | None) -> Tensor:
     x, weight = call.x, call.weight
     if call.edges[1].numel() == 0 or x.numel() == 0 or sum(call.targets) * weight.size(1) == 0:
         return reference.aggregate_update(call, False)[0]
-    if _has_one_relation(call) and runs_on_chip(x.device, backend_name(None)):
+    if _has_one_relation(call) and chip_executor(x.device, backend_name(None)) is not None:
         computed: Tensor = _run_outside_compiler(call)
         return computed
     return _with_autograd(*call[1:5], call)

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate_update.edge_order import SORTED, UNSORTED, check_inside, edges_by_target, first_rows
+from lightning_gnn.ops.aggregate_update.edge_order import edges_by_target, first_rows
 from lightning_gnn.ops.library import define, library
 
 
@@ -33,91 +33,58 @@ def _gcn_edges_cpu(
     edge_index: Tensor, num_nodes: int, num_targets: int, edge_weight: Tensor | None, loop_weight: float,
     add_self_loops: bool, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    source, target = (part.contiguous().numpy() for part in edge_index)
-    weight = torch.empty(0, dtype=dtype) if edge_weight is None else edge_weight.detach().to(dtype).contiguous()
-    scale = torch.empty(num_nodes, dtype=dtype)
+    weight = None if edge_weight is None else edge_weight.detach().to(dtype)
+    edges = torch.ops.lightning_gnn.edges_by_target(edge_index, num_nodes, num_nodes, weight)
+    rows, source = edges[0].numpy(), edges[1].numpy()
+    values = edges[2].numpy() if len(edges) > 2 else torch.empty(0, dtype=dtype).numpy()
+    scale = torch.empty(num_nodes, dtype=dtype).numpy()
     loops = torch.full((num_nodes if add_self_loops else 0,), 1.0 if edge_weight is None else loop_weight, dtype=dtype)
     indptr = np.zeros(num_targets + 1, np.int64)
-    status = _degrees(source, target, weight.numpy(), loops.numpy(), scale.numpy(), indptr)
-    check_inside(status, source, target, num_nodes, num_nodes)
+    _measure(rows, source, values, loops.numpy(), scale, indptr)
     indices, weights = np.empty(int(indptr[-1]), np.int32), torch.empty(int(indptr[-1]), dtype=dtype)
-    fill = _fill if status == SORTED else _scatter
-    fill(source, target, weight.numpy(), loops.numpy(), scale.numpy(), indptr, indices, weights.numpy())
+    _normalize(rows, source, values, loops.numpy(), scale, indptr, indices, weights.numpy())
     return [torch.from_numpy(indptr), torch.from_numpy(indices), weights]
 
 
 @numba.njit(nogil=True, cache=True)
-def _degrees(
-    source: np.ndarray, target: np.ndarray, weight: np.ndarray, loops: np.ndarray, scale: np.ndarray,
-    indptr: np.ndarray,
-) -> int:  # fmt: skip
-    """Write ``1 / sqrt(degree)`` of each node to ``scale``; return an invalid edge, or SORTED or UNSORTED."""
-    num_nodes, num_targets, looped = scale.size, indptr.size - 1, loops.size > 0
-    one = scale.dtype.type(1)
-    scale[:] = 0
-    previous, status = np.int64(0), SORTED
-    for e in range(source.size):
-        s, t = source[e], target[e]
-        if s < 0 or s >= num_nodes or t < 0 or t >= num_nodes:
-            return e
-        if t < previous:
-            status = UNSORTED
-        previous = t
-        value = weight[e] if weight.size else one
-        if looped and s == t:
-            if weight.size:
-                loops[t] = value
-            continue
-        scale[t] += value
-        if t < num_targets:
-            indptr[t + 1] += 1
-    for t in range(num_targets):
-        indptr[t + 1] += indptr[t] + looped
-    for v in range(num_nodes):
-        degree = scale[v] + loops[v] if looped else scale[v]
-        scale[v] = one / np.sqrt(degree) if degree != 0 else 0
-    return status
+def _measure(
+    rows: np.ndarray, source: np.ndarray, weight: np.ndarray, loops: np.ndarray, scale: np.ndarray, indptr: np.ndarray
+) -> None:
+    """Write ``1 / sqrt(degree)`` of each node, the weights of existing self-loops, and the offsets of the targets."""
+    looped, one = loops.size > 0, scale.dtype.type(1)
+    for t in range(scale.size):
+        degree, count = scale.dtype.type(0), np.int64(looped)
+        for e in range(rows[t], rows[t + 1]):
+            value = weight[e] if weight.size else one
+            if looped and source[e] == t:
+                if weight.size:
+                    loops[t] = value
+                continue
+            degree += value
+            count += 1
+        if looped:
+            degree += loops[t]
+        scale[t] = one / np.sqrt(degree) if degree != 0 else 0
+        if t + 1 < indptr.size:
+            indptr[t + 1] = indptr[t] + count
 
 
 @numba.njit(nogil=True, cache=True)
-def _fill(
-    source: np.ndarray, target: np.ndarray, weight: np.ndarray, loops: np.ndarray, scale: np.ndarray,
+def _normalize(
+    rows: np.ndarray, source: np.ndarray, weight: np.ndarray, loops: np.ndarray, scale: np.ndarray,
     indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the entries of sorted edges sequentially."""
-    num_targets, looped = indptr.size - 1, loops.size > 0
-    e = 0
-    for t in range(num_targets):
-        at, own = indptr[t], scale[t]
-        while e < source.size and target[e] == t:
+    """Write the entries of the targets."""
+    looped, at = loops.size > 0, 0
+    for t in range(indptr.size - 1):
+        own = scale[t]
+        for e in range(rows[t], rows[t + 1]):
             s = source[e]
             if not (looped and s == t):
                 indices[at] = s
                 weights[at] = (scale[s] * weight[e] if weight.size else scale[s]) * own
                 at += 1
-            e += 1
         if looped:
             indices[at] = t
             weights[at] = own * loops[t] * own
-
-
-@numba.njit(nogil=True, cache=True)
-def _scatter(
-    source: np.ndarray, target: np.ndarray, weight: np.ndarray, loops: np.ndarray, scale: np.ndarray,
-    indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray,
-) -> None:  # fmt: skip
-    """Write each edge to the next free slot of its target."""
-    num_targets, looped = indptr.size - 1, loops.size > 0
-    next_slot = indptr[:-1].copy()
-    for e in range(source.size):
-        s, t = source[e], target[e]
-        if t >= num_targets or (looped and s == t):
-            continue
-        at = next_slot[t]
-        next_slot[t] = at + 1
-        indices[at] = s
-        weights[at] = (scale[s] * weight[e] if weight.size else scale[s]) * scale[t]
-    if looped:
-        for t in range(num_targets):
-            indices[next_slot[t]] = t
-            weights[next_slot[t]] = scale[t] * loops[t] * scale[t]
+            at += 1

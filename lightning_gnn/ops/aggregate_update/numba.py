@@ -4,15 +4,13 @@ A worker processes a range of targets (or sources): compiled loops sum the edges
 """
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
 from lightning_gnn.ops.aggregate.numba_rows import flatten, use_huge_pages, widen
@@ -85,9 +83,7 @@ def aggregate_update_backward(
     call: Update, grad: Tensor, aggregated: Tensor | None, result: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
     """Run :func:`reference.update_backward` on the CPU."""
-    if call.aggregate_first:
-        return _AggregateFirst(call, grad, aggregated, result, wanted).run()
-    return _MultiplyFirst(call, grad, result, wanted).run()
+    return _Backward(call, grad, aggregated, result, wanted).run()
 
 
 register("CPU", aggregate_update, aggregate_update_backward)
@@ -147,19 +143,30 @@ class _SortedEdges:
         return kernels.blocks_of(x.size(1), x.size(1), heads, widths, True, 0)[0]
 
 
-class _Backward(ABC):
-    """A backward pass in tiles: first over the targets, then over the sources, to which the edges lead ``table``."""
+class _Backward:
+    """A backward pass in tiles: first over the targets, then over the sources, to which the edges lead ``table``.
 
-    table: Tensor | None  # one row per row of the sorted edges; None if no gradient is propagated along the edges
-    weights_of_targets: Sequence[Tensor] = ()  # of each group, if their gradients are sums over targets
-    whole: Tensor | None = None  # the gradient before ReLU and dropout, if it is read again; otherwise tiles of it
+    The table holds products of gradients with the weights, followed by those with the targets' own weights. If the
+    forward product came first, it holds the gradients, and those of the weight and x follow from its sums.
+    """
 
-    def __init__(self, call: Update, grad: Tensor, result: Tensor | None, wanted: list[bool]) -> None:
-        self.call, self.groups, self.grad, self.result = call, call.groups, grad, result
+    def __init__(
+        self, call: Update, grad: Tensor, aggregated: Tensor | None, result: Tensor | None, wanted: list[bool]
+    ) -> None:
+        self.call, self.groups, self.grad, self.aggregated, self.result = call, call.groups, grad, aggregated, result
         self.x, self.weight, self.self_weight, _ = _detach_inputs(call)
+        self.by_group = [group.concatenate_weights(self.weight) for group in self.groups]
         self.wants_x, self.wants_weight, self.wants_self, self.wants_bias = wanted
         self.num_rows = call.edges[0].numel() - 1
         self.degrees = call.edges[0].diff().clamp_(min=1).to(self.x.dtype).unsqueeze(1) if call.mean else None
+        self.table: Tensor | None = None  # None if no gradient is propagated along the edges
+        self.whole = result is not None and not call.aggregate_first and (self.wants_x or self.wants_weight)
+        self.before = torch.empty_like(grad) if self.whole else grad  # before ReLU and dropout, if it is read again
+        if call.aggregate_first and self.wants_x:
+            num_own = 0 if self.self_weight is None else grad.size(0)
+            self.table = use_huge_pages(self.x.new_empty((self.num_rows + num_own, self.x.size(1))))
+        elif not call.aggregate_first and (self.wants_x or self.wants_weight):
+            self.table = use_huge_pages(torch.empty_like(grad)) if call.mean else self.before
         self.target_grads: dict[int, list[Tensor]] = {}  # gradients of parameters, by the first row of a worker
         self.source_grads: dict[int, list[Tensor]] = {}  # gradients of the weight, the same
 
@@ -178,112 +185,66 @@ class _Backward(ABC):
         return [self.grad_x, grad_weight, grad_self, grad_bias]
 
     def _run_targets(self, first: int, last: int) -> None:
-        x, grad, self_weight = self.x, self.grad, self.self_weight
+        x, grad, self_weight, aggregates = self.x, self.grad, self.self_weight, self.call.aggregate_first
         grad_self = torch.zeros_like(self_weight) if self.wants_self and self_weight is not None else x.new_empty(0)
         grad_bias = x.new_zeros((len(self.call.targets), grad.size(1)) if self.wants_bias else 0)
-        grad_weights = [torch.zeros_like(weights) for weights in self.weights_of_targets]
+        grad_weights = [torch.zeros_like(weights) for weights in self.by_group if aggregates and self.wants_weight]
         self.target_grads[first] = [grad_self, grad_bias, *grad_weights]
-        buffer = grad.new_empty((0 if self.result is None or self.whole is not None else _tile_rows(x), grad.size(1)))
+        buffer = grad.new_empty((0 if self.result is None or self.whole else _tile_rows(x), grad.size(1)))
         for number, group in enumerate(self.groups):
             for tile in _tiles_of(group, first, last, x):
-                tile_grad = grad[tile]
+                tile_grad, span = grad[tile], group.rows(tile)
                 if self.result is not None:
-                    before = buffer[: tile.stop - tile.start] if self.whole is None else self.whole[tile]
+                    before = self.before[tile] if self.whole else buffer[: tile.stop - tile.start]
                     torch.ops.aten.threshold_backward.grad_input(tile_grad, self.result[tile], 0, grad_input=before)
                     tile_grad = before.mul_(1.0 / (1.0 - self.call.p)) if self.call.p else before
-                self._run_tile(number, tile, tile_grad, grad_weights)
+                if aggregates and self.table is not None:
+                    self._multiply(self.table, number, tile, tile_grad)
+                elif self.table is not None and self.degrees is not None:
+                    torch.div(tile_grad, self.degrees[span], out=self.table[span])
+                if grad_weights:
+                    assert self.aggregated is not None
+                    sides = self.aggregated[span].view(tile.stop - tile.start, grad_weights[number].size(1))
+                    grad_weights[number].addmm_(tile_grad.t(), sides)
                 if grad_self.numel() and group.own >= 0:
                     grad_self[group.node_type].addmm_(tile_grad.t(), x[group.own_rows(tile)])
                 if self.wants_bias:
                     grad_bias[group.node_type].add_(tile_grad.sum(0))
 
-    def _iterate_own(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the node type, rows of x and targets where rows ``[start, stop)`` of x are targets' own."""
-        for group in self.groups if self.wants_x and self.self_weight is not None else ():
-            low, high = max(start, group.own), min(stop, group.own + group.num_targets)
-            if group.own >= 0 and low < high:
-                shift = group.first_target - group.own
-                yield group.node_type, slice(low, high), slice(low + shift, high + shift)
+    def _multiply(self, table: Tensor, number: int, tile: slice, tile_grad: Tensor) -> None:
+        """Fill the table with products for some targets of group ``number``."""
+        group, weights = self.groups[number], self.by_group[number]
+        span = group.rows(tile)
+        torch.mm(tile_grad, weights, out=table[span].view(tile.stop - tile.start, weights.size(1)))
+        if self.degrees is not None:
+            table[span].div_(self.degrees[span])
+        if self.self_weight is not None and group.own >= 0:
+            own_grad = table[self.num_rows + tile.start : self.num_rows + tile.stop]
+            torch.mm(tile_grad, self.self_weight[group.node_type], out=own_grad)
 
-    @abstractmethod
-    def _run_tile(self, number: int, tile: slice, tile_grad: Tensor, grad_weights: list[Tensor]) -> None:
-        """Fill the table, and add to the weights' gradients, for some targets of group ``number``."""
-
-    @abstractmethod
     def _run_sources(self, table: Tensor, first: int, last: int) -> None:
         """Sum the table's rows along the edges for a worker's rows of x."""
-
-
-class _AggregateFirst(_Backward):
-    """The table holds products with the weights, followed by those with the targets' own weights."""
-
-    def __init__(
-        self, call: Update, grad: Tensor, aggregated: Tensor | None, result: Tensor | None, wanted: list[bool]
-    ) -> None:
-        super().__init__(call, grad, result, wanted)
-        self.aggregated, self.by_group = aggregated, [group.concatenate_weights(self.weight) for group in self.groups]
-        self.weights_of_targets = self.by_group if self.wants_weight else []
-        num_own = 0 if self.self_weight is None else grad.size(0)
-        shape = (self.num_rows + num_own, self.x.size(1))
-        self.table = use_huge_pages(self.x.new_empty(shape)) if self.wants_x else None
-
-    @override
-    def _run_tile(self, number: int, tile: slice, tile_grad: Tensor, grad_weights: list[Tensor]) -> None:
-        group, weights, table = self.groups[number], self.by_group[number], self.table
-        span, shape = group.rows(tile), (tile.stop - tile.start, weights.size(1))
-        if table is not None:
-            torch.mm(tile_grad, weights, out=table[span].view(shape))
-            if self.degrees is not None:
-                table[span].div_(self.degrees[span])
-            if self.self_weight is not None and group.own >= 0:
-                own_grad = table[self.num_rows + tile.start : self.num_rows + tile.stop]
-                torch.mm(tile_grad, self.self_weight[group.node_type], out=own_grad)
-        if grad_weights:
-            assert self.aggregated is not None
-            grad_weights[number].addmm_(tile_grad.t(), self.aggregated[span].view(shape))
-
-    @override
-    def _run_sources(self, table: Tensor, first: int, last: int) -> None:
-        for start, stop in _tiles(first, last, self.x):
-            self.rows.write_sums(table, start, stop, self.grad_x[start:stop])
-            for _, sources, targets in self._iterate_own(start, stop):
-                self.grad_x[sources].add_(table[self.num_rows :][targets])
-
-
-class _MultiplyFirst(_Backward):
-    """The table holds gradients of the result; those of the weight and x follow from its sums along the edges."""
-
-    def __init__(self, call: Update, grad: Tensor, result: Tensor | None, wanted: list[bool]) -> None:
-        super().__init__(call, grad, result, wanted)
-        self.table = None
-        if self.wants_x or self.wants_weight:
-            self.whole = None if result is None else torch.empty_like(grad)
-            self.before = grad if self.whole is None else self.whole
-            self.table = use_huge_pages(torch.empty_like(grad)) if call.mean else self.before
-
-    @override
-    def _run_tile(self, number: int, tile: slice, tile_grad: Tensor, grad_weights: list[Tensor]) -> None:
-        if self.table is not None and self.degrees is not None:
-            span = self.groups[number].rows(tile)
-            torch.div(tile_grad, self.degrees[span], out=self.table[span])
-
-    @override
-    def _run_sources(self, table: Tensor, first: int, last: int) -> None:
-        x, weight, self_weight = self.x, self.weight[0], self.self_weight
-        buffer = x.new_empty((_tile_rows(x), table.size(1)))
-        grad_weight = torch.zeros_like(weight) if self.wants_weight else x.new_zeros(0)
-        if self.wants_weight:
-            self.source_grads[first] = [grad_weight]
+        x, grad_x, weight, aggregates = self.x, self.grad_x, self.weight[0], self.call.aggregate_first
+        buffer = x.new_empty((0 if aggregates else _tile_rows(x), table.size(1)))
+        if not aggregates and self.wants_weight:
+            self.source_grads[first] = [torch.zeros_like(weight)]
         for start, stop in _tiles(first, last, x):
-            sums = buffer[: stop - start]
+            sums = grad_x[start:stop] if aggregates else buffer[: stop - start]
             self.rows.write_sums(table, start, stop, sums)
-            if self.wants_weight:
-                grad_weight.addmm_(sums.t(), x[start:stop])
-            if self.wants_x:
-                torch.mm(sums, weight, out=self.grad_x[start:stop])
-            for node_type, sources, targets in self._iterate_own(start, stop):
-                assert self_weight is not None
-                self.grad_x[sources].addmm_(self.before[targets], self_weight[node_type])
+            if not aggregates and self.wants_weight:
+                self.source_grads[first][0].addmm_(sums.t(), x[start:stop])
+            if not aggregates and self.wants_x:
+                torch.mm(sums, weight, out=grad_x[start:stop])
+            # Add the gradients of those rows of x that are targets' own.
+            for group in self.groups if self.wants_x and self.self_weight is not None else ():
+                low, high = max(start, group.own), min(stop, group.own + group.num_targets)
+                if group.own < 0 or low >= high:
+                    continue
+                targets = slice(low + group.first_target - group.own, high + group.first_target - group.own)
+                if aggregates:
+                    grad_x[low:high].add_(table[self.num_rows :][targets])
+                elif self.self_weight is not None:
+                    grad_x[low:high].addmm_(self.before[targets], self.self_weight[group.node_type])
 
 
 def _sum_workers(grads: dict[int, list[Tensor]]) -> list[Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor, runs_on_chip
+from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor
 from lightning_gnn.ops.aggregate.numba_rows import use_huge_pages, widen
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.numba import _run_ranges, _SortedEdges, _tiles
@@ -63,13 +63,12 @@ _with_autograd: Callable[..., Tensor] = _AggregateRows.apply
 
 def get_chip(device: torch.device) -> Chip | None:
     """Return the executor on an NPU or its simulation, or None if torch's dispatcher selects the kernel."""
-    backend = backend_name(None)
-    if not runs_on_chip(device, backend):
+    executor = chip_executor(device, backend_name(None))
+    if executor is None:
         return None
     from lightning_gnn.ops.aggregate_update.ascend import Chip
 
-    executor, cores = chip_executor(device, backend)
-    return Chip(executor.launch, cores)
+    return Chip(executor[0].launch, executor[1])
 
 
 def _get_reduce_chip(x: Tensor, reduce: str) -> Chip | None:

@@ -35,8 +35,7 @@ class _Line(_Block):
     def mask(self, count: ir.Value) -> ir.Value:
         """Return a mask of the first ``count`` columns of a line."""
         integers = ir.VectorType(_I32, self.width)
-        one = self.builder.insert_element(ir.Constant(integers, ir.Undefined), self.builder.trunc(count, _I32), _I32(0))
-        counts = self.shuffle(one, one, [0] * self.width)
+        counts = self.repeat(self.builder.trunc(count, _I32), self.width)
         return self.builder.icmp_signed("<", ir.Constant(integers, list(range(self.width))), counts)
 
     def read(self, name: str, at: ir.Value, mask: ir.Value | None) -> ir.Value:

@@ -15,12 +15,14 @@ a single floating dtype unless stated otherwise:
 - ``first``, ``last``: the tile's range of rows; ``each``: consecutive rows per softmax;
 - ``first_side``, ``num_sides``: the rows of the tile use these sides cyclically.
 
-Numba's disk cache tracks changes of this file only: touch it after a change in ``head_loops.py``.
+Numba's disk cache tracks changes of this file only: touch it after a change in ``head_loops.py`` or
+``numba_softmax.py``.
 """
 
 import numba
 import numpy as np
 
+from lightning_gnn.ops.aggregate.numba_softmax import exponentiate
 from lightning_gnn.ops.attention.head_loops import (
     LINES,
     SEPARATE,
@@ -30,7 +32,6 @@ from lightning_gnn.ops.attention.head_loops import (
     dot_heads,
     dot_leaky_heads,
 )
-from lightning_gnn.ops.edge_softmax.numba import exp_all
 from lightning_gnn.ops.intrinsics import LINE
 
 
@@ -94,8 +95,7 @@ def attend_rows(
 ) -> None:  # fmt: skip
     """Write the entries' weights and each row's weighted sum; ``mass``, unless empty, gets the sum of the weights."""
     largest, total = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
-    zero, tiny = values.dtype.type(0), values.dtype.type(1e-16)
-    width = heads * channels
+    zero, width = values.dtype.type(0), heads * channels
     out[:] = zero
     for row0 in range(first, last, each):
         largest[:] = -np.inf
@@ -120,17 +120,9 @@ def attend_rows(
                     attention[i] = score
                     if not score <= largest[h]:
                         largest[h] = score
-        # 3. The softmax; as in PyG, a small constant prevents division by 0.
+        # 3. The softmax.
         begin, end = indptr[row0], indptr[row0 + each]
-        for e in range(begin, end):
-            for h in range(heads):
-                attention[e * heads + h] -= largest[h]
-        exp_all(attention, begin * heads, end * heads)
-        for e in range(begin, end):
-            for h in range(heads):
-                total[h] += attention[e * heads + h]
-        for h in range(heads):
-            total[h] += tiny
+        exponentiate(attention, begin, end, heads, largest, total)
         for e in range(begin, end):
             for h in range(heads):
                 i = e * heads + h

@@ -3,7 +3,7 @@
 import torch
 
 from lightning_gnn.ascend_ops.tiling import gather_missing, gather_tiling
-from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor, runs_on_chip
+from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
 from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
 
@@ -21,19 +21,19 @@ def gather_npu(call: Gather, check: bool = False) -> None:
         return
     if check:
         check_index(index, table.size(0))
-    backend, row_bytes = backend_name(None), table.shape[1:].numel() * table.element_size()
+    row_bytes = table.shape[1:].numel() * table.element_size()
     whole = scales is None and slot is None and out.dtype == table.dtype and table.is_contiguous()
     small = max(table.size(0), index.numel(), row_bytes) < 1 << (_BITS - 1)
-    if not (whole and small and runs_on_chip(out.device, backend)):
+    executor = chip_executor(out.device, backend_name(None)) if whole and small else None
+    if executor is None:
         gather_torch(call)
         return
-    executor, cores = chip_executor(out.device, backend)
     source, rows = (tensor.view(tensor.size(0), -1).view(torch.uint8) for tensor in (table.detach(), out))
     missing = torch.from_numpy(gather_missing(row_bytes)).to(out.device)
     # Clamping keeps an out-of-range 64-bit index from wrapping around to a valid row.
     index32 = index if index.dtype == torch.int32 else index.clamp(-1, table.size(0)).to(torch.int32)
     tiling = gather_tiling(index.numel(), row_bytes, table.size(0))
-    executor.launch("gather_rows", 2 * cores, [source, index32.contiguous(), missing], [rows], tiling)
+    executor[0].launch("gather_rows", 2 * executor[1], [source, index32.contiguous(), missing], [rows], tiling)
 
 
 register("PrivateUse1", gather_npu)

@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
-from lightning_gnn.ops.intrinsics import Call, instruction, prefetch, repeated
+from lightning_gnn.ops.intrinsics import Call, instruction, prefetch
 
 _SHIFT = 4
 _SPAN = 1 << _SHIFT  # times that are compared at once, and the stride of the coarse times
@@ -22,8 +22,7 @@ def early(call: Call) -> ir.Value:
     """Return a mask of 16 bits: which of the int64 times from ``at`` on are at most ``limit``."""
     builder = call.builder
     times = call.load_as(_TIMES, "times", call.integer("at"))
-    one = builder.insert_element(ir.Constant(_TIMES, ir.Undefined), call.integer("limit"), _I64(0))
-    limits = builder.shuffle_vector(one, one, repeated(ir.IntType(32), 0, _SPAN))
+    limits = call.repeat(call.integer("limit"), _SPAN)
     mask = builder.bitcast(builder.icmp_signed("<=", times, limits), _I16)
     return builder.zext(mask, _I64)
 

@@ -17,11 +17,6 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _NARROW, _WIDE = ir.VectorType(_I32, LANES), ir.VectorType(_I64, LANES)
 
 
-def _splat(builder: ir.IRBuilder, vector: ir.VectorType, value: ir.Value) -> ir.Value:
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(one, one, repeated(_I32, 0, LANES))
-
-
 def _wide(number: int) -> ir.Constant:
     return repeated(_I64, number, LANES)
 
@@ -60,11 +55,11 @@ def draw_lanes(call: Call) -> None:
         # With replacement, every step draws from all positions, and steps are independent.
         first = builder.select(replace, zero, j)
         step = builder.mul(builder.add(j, _I64(1)), _I64(GOLDEN))
-        upper = builder.lshr(_mix(builder, builder.add(stream, _splat(builder, _WIDE, step))), _wide(32))
-        bound = builder.and_(builder.sub(degrees, _splat(builder, _WIDE, first)), _wide(2**32 - 1))
+        upper = builder.lshr(_mix(builder, builder.add(stream, call.repeat(step, LANES))), _wide(32))
+        bound = builder.and_(builder.sub(degrees, call.repeat(first, LANES)), _wide(2**32 - 1))
         r = builder.lshr(builder.mul(upper, bound), _wide(32))
-        r = builder.trunc(builder.add(r, _splat(builder, _WIDE, first)), _NARROW)
-        own = _splat(builder, _NARROW, builder.trunc(j, _I32))
+        r = builder.trunc(builder.add(r, call.repeat(first, LANES)), _NARROW)
+        own = call.repeat(builder.trunc(j, _I32), LANES)
         builder.store(r, pick)
         builder.store(own, stays)
         with cgutils.for_range_slice(builder, zero, first, _I64(1), intp=_I64) as (i, _):

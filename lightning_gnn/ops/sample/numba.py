@@ -22,13 +22,11 @@ from lightning_gnn.ops.sample.relabel import (
     FAR,
     INITIAL_SLOTS,
     LAST_STAMP,
-    grow_forest,
-    insert_forest,
+    grow_slots,
     insert_hashed,
     insert_into_table,
     relabel_by_hash,
     relabel_by_table,
-    relabel_forest,
     relabel_trees,
     start_prefetch,
 )
@@ -38,7 +36,6 @@ from lightning_gnn.ops.sample.weighted_picks import pick_weighted
 TABLE_LIMIT = 1 << 29  # maximum bytes of a thread's node table (4 per node); larger graphs are relabeled by hashing
 _EDGES_PER_BLOCK = 128  # approximate number of edges that are picked before relabeling continues
 _INITIAL_ID_BITS = 20
-_TABLE, _HASH, _TREES, _FOREST = range(4)  # methods of relabeling, see relabel
 _EMPTY_INT64 = np.zeros(0, np.int64)
 _NO_PARALLEL = np.zeros(0, np.int32)
 _NO_TIMES = (False, 0, _EMPTY_INT64, _EMPTY_INT64)  # all in-edges are eligible, see Frontier.times
@@ -100,32 +97,31 @@ _scratch = _Scratch()
 class _SampledNodes:
     """The nodes of one node type in a mini-batch so far; ``seeds`` is int64 ``[n]``."""
 
-    def __init__(self, seeds: np.ndarray, start: int, size: int, first: int, method: int, room: int) -> None:
+    def __init__(
+        self, seeds: np.ndarray, start: int, size: int, first: int, slots: _HashTable | None, disjoint: bool,
+        by_tree: bool, room: int,
+    ) -> None:  # fmt: skip
         self.num_seeds = self.count = seeds.size
         self.needed = seeds.size + 1
         room = max(room, self.needed)
-        self.size, self.first, self.method = size, first, method
+        self.size, self.first, self.disjoint, self.by_tree = size, first, disjoint, by_tree
+        self.slots = slots  # or None for the node table
         self.low = self.high = 0
         self.node = _allocate(room)
         self.node[: seeds.size] = seeds
-        self.tree = _allocate(room) if method >= _TREES else _EMPTY_INT64
-        if method >= _TREES:
+        self.tree = _allocate(room) if disjoint else _EMPTY_INT64
+        if disjoint:
             self.tree[: seeds.size] = np.arange(start, start + seeds.size)
-        self.used = 0
         self.counts = [seeds.size]
 
-    def insert_seeds(self, scratch: _Scratch, number: int) -> None:
+    def insert_seeds(self, scratch: _Scratch) -> None:
         """Insert the seeds; edges refer to the first of equal seeds."""
-        slots = scratch.slots[number]
-        if self.method == _TABLE:
+        if (slots := self.slots) is None:
             insert_into_table(self.entries(scratch), scratch.shifted_stamp, self.node, self.count)
-        elif self.method == _HASH:
+        elif not self.by_tree:
             slots.begin()
-            slots.words, self.used = insert_hashed(slots.words, slots.stamp, 0, self.node, 0, self.count)
-        elif self.method == _FOREST:
-            slots.begin()
-            slots.words = grow_forest(slots.words, slots.stamp, self.node, self.tree, self.count)
-            insert_forest(slots.words, slots.stamp, self.node, self.tree, self.count)
+            slots.words = grow_slots(slots.words, slots.stamp, self.node, self.tree, self.count)
+            insert_hashed(slots.words, slots.stamp, self.node, self.tree, 0, self.count)
 
     @property
     def new(self) -> tuple[np.ndarray, np.ndarray]:
@@ -139,11 +135,11 @@ class _SampledNodes:
     def make_room(self, new: int) -> int:
         """Make room for ``new`` nodes and one extra write; return the maximum number of nodes."""
         max_count = self.count + new
-        if self.method < _TREES:
+        if not self.disjoint:
             max_count = min(max_count, self.size + self.num_seeds)
         self.needed = max(self.needed, max_count + 1)
         self.node = _grow(self.node, self.count, max_count + 1)
-        if self.method >= _TREES:
+        if self.disjoint:
             self.tree = _grow(self.tree, self.count, max_count + 1)
         return max_count
 
@@ -173,21 +169,21 @@ def sample_relations(
     """Sample one mini-batch of a homogeneous or heterogeneous graph."""
     # Choose the method of relabeling, and insert the seeds.
     scratch, total = _scratch, sum(num_nodes)
-    is_homogeneous = len(relations) == len(num_nodes) == 1
-    method = (_TREES if is_homogeneous else _FOREST) if rule.disjoint else _HASH if 4 * total > TABLE_LIMIT else _TABLE
+    hashed, by_tree = rule.disjoint or 4 * total > TABLE_LIMIT, rule.disjoint and len(relations) == len(num_nodes) == 1
     first, by_type = 0, []
     for number, (ids, start, size) in enumerate(zip(seeds, starts, num_nodes, strict=True)):
-        by_type.append(_SampledNodes(ids, start, size, first, method, scratch.nodes[number]))
+        slots = scratch.slots[number] if hashed else None
+        by_type.append(_SampledNodes(ids, start, size, first, slots, rule.disjoint, by_tree, scratch.nodes[number]))
         first += size
-    if method == _TABLE:
+    if not hashed:
         scratch.begin_table(total)
         _widen_ids(scratch, by_type, 1 + max((nodes.count for nodes in by_type), default=0), False)
-    for number, nodes in enumerate(by_type):
-        nodes.insert_seeds(scratch, number)
+    for nodes in by_type:
+        nodes.insert_seeds(scratch)
     pickers = [_Picker(relation, rule, times) for relation in relations]
     sampled = [_SampledEdges(scratch.edges[number], picker) for number, picker in enumerate(pickers)]
     begins = None
-    if method == _TREES:  # the first new node of each tree, by hop
+    if by_tree:  # the first new node of each tree, by hop
         begins = np.zeros((len(relations[0].fanouts) + 1, by_type[0].count + 1), np.int64)
         begins[0] = np.arange(by_type[0].count + 1)
     for hop in range(max((len(relation.fanouts) for relation in relations), default=0)):
@@ -204,7 +200,7 @@ def sample_relations(
                 picks = None if fetched is None else fetched[number]
                 bound = edges.make_room(target, hop, rule.replace, None if picks is None else picks.source.size)
                 max_nodes = source.make_room(bound)
-                if method == _TABLE:
+                if not hashed:
                     _widen_ids(scratch, by_type, max_nodes + 1, True)
                 if picks is None:
                     read_lists_ahead(relation.indptr, relation.indices, target.new[0], relation.fanouts[hop])
@@ -337,13 +333,15 @@ class _SampledEdges:
             self.edge[start:m] = np.arange(indices.size)  # temporarily, positions in the fetched picks
         elif picker.rule.labor is not None or relation.weight is not None:
             first, m = target.high, _pick_all(picker, frontier, self.edge, ends, m)
-        slots = scratch.slots[relation.source]
-        slots.words, slots.stamp, source.used, source.count, self.count = _expand(
-            relation.indptr, indices, frontier, source.node, source.tree if source.method >= _TREES else None,
-            source.count, hop, self.row, self.edge, ends, self.count, first, m,
-            source.entries(scratch) if source.method == _TABLE else None, scratch.shifted_stamp, scratch.bits,
-            None if source.method == _TABLE else True, slots.words, slots.stamp, source.used, begins, scratch.lanes,
+        slots = source.slots
+        words, stamp, source.count, self.count = _expand(
+            relation.indptr, indices, frontier, source.node, source.tree, source.count, hop, self.row, self.edge, ends,
+            self.count, first, m, scratch.bits, source.entries(scratch) if slots is None else None,
+            None if slots is None else slots.words, scratch.shifted_stamp if slots is None else slots.stamp, begins,
+            scratch.lanes,
         )  # fmt: skip
+        if slots is not None:
+            slots.words, slots.stamp = words, stamp
         if picks is not None:
             self.edge[start:m] = picks.place
 
@@ -385,18 +383,17 @@ def write_targets(ends: np.ndarray, count: int, col: np.ndarray) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _expand(
-    indptr: np.ndarray, indices: np.ndarray, frontier: Frontier, node: np.ndarray, node_tree: np.ndarray | None, k: int,
-    hop: int, row: np.ndarray, edge: np.ndarray, ends: np.ndarray, m: int, t: int, picked: int,
-    table: np.ndarray | None, own: int, bits: int, is_hashed: bool | None, slots: np.ndarray, stamp: int, used: int,
-    begins: np.ndarray | None, lanes: Any,
-) -> tuple[np.ndarray, int, int, int, int]:  # fmt: skip
+    indptr: np.ndarray, indices: np.ndarray, frontier: Frontier, node: np.ndarray, tree: np.ndarray, k: int, hop: int,
+    row: np.ndarray, edge: np.ndarray, ends: np.ndarray, m: int, t: int, picked: int, bits: int,
+    table: np.ndarray | None, slots: Any, stamp: int, begins: np.ndarray | None, lanes: Any,
+) -> tuple[Any, int, int, int]:  # fmt: skip
     """Sample one hop of an edge type; targets before t have picked already, and their edges end at ``picked``.
 
-    Optional arguments select the method of relabeling: a table by ``table``; else ``is_hashed``, and for disjoint trees
-    ``node_tree``, with ``begins`` in a homogeneous graph.
+    Relabel by a table of all nodes or by the slots of a hash table, with ``begins`` tree by tree. ``stamp`` is that of
+    the mini-batch, in its bits of an entry of the table. Return slots, stamp, and the numbers of nodes and edges.
     """
-    tree, low, high, fanout = frontier.tree, frontier.low, frontier.high, frontier.fanout
-    tree_slots, current = slots, np.int64(-1)
+    low, high, fanout = frontier.low, frontier.high, frontier.fanout
+    words, own_slots, used, current = slots, slots, 0, np.int64(-1)
     # Edges before `picked` (of targets before t) are picked; edges before `done` (of targets before t0) are relabeled.
     done, t0 = m, low
     while t < high or done < picked:
@@ -410,28 +407,24 @@ def _expand(
         limit = picked - FAR if t < high else picked
         # Numba compiles only the selected branches: it removes those of arguments that are missing.
         if table is not None:
-            k = relabel_by_table(table, own, bits, node, k, indices, edge, row, done, limit, picked)
+            k = relabel_by_table(table, stamp, bits, node, k, indices, edge, row, done, limit, picked)
             done = limit
-        if is_hashed is not None:
-            if node_tree is not None:
-                first = t0
-                while t0 < t and ends[t0] <= limit:
-                    t0 += 1
-                end = ends[t0 - 1] if t0 > low else m
-                if begins is not None:
-                    slots, tree_slots, stamp, used, current, k = relabel_trees(
-                        slots, tree_slots, stamp, used, current, node, node_tree, k, indices, edge, row, ends, first,
-                        t0, done, picked, hop, begins, fanout,
-                    )  # fmt: skip
-                else:
-                    slots = grow_forest(slots, stamp, node, node_tree, k + end - done)
-                    k = relabel_forest(
-                        slots, stamp, node, node_tree, k, indices, edge, row, tree, ends, first, t0, done, picked
-                    )
-                done = end
+        if slots is not None:
+            first = t0
+            while t0 < t and ends[t0] <= limit:
+                t0 += 1
+            end = ends[t0 - 1] if t0 > low else m
+            if begins is not None:
+                words, own_slots, stamp, used, current, k = relabel_trees(
+                    words, own_slots, stamp, used, current, node, tree, k, indices, edge, row, ends, first, t0, done,
+                    picked, hop, begins, fanout,
+                )  # fmt: skip
             else:
-                slots, used, k = relabel_by_hash(slots, stamp, used, node, k, indices, edge, row, done, limit, picked)
-                done = limit
+                words = grow_slots(words, stamp, node, tree, k + end - done)
+                k = relabel_by_hash(
+                    words, stamp, node, tree, k, indices, edge, row, frontier.tree, ends, first, t0, done, picked
+                )
+            done = end
     if begins is not None:
         begins[hop + 1, current + 1 :] = k
-    return slots, stamp, used, k, picked
+    return words, stamp, k, picked

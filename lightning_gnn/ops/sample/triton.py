@@ -94,7 +94,7 @@ def sample_relations_triton(
     _check_triton()
     # Triton is imported on use, because it is optional on machines without a GPU.
     from lightning_gnn.triton_kernels.sample import device_of
-    from lightning_gnn.triton_kernels.sample_relations import Picking, RelationArrays
+    from lightning_gnn.triton_kernels.sample_relations import Picking
 
     # The relations determine the device, or in a graph without relations, the seeds.
     on_device = [relation.indptr for relation in relations if relation.indptr.device.type != "cpu"]
@@ -110,5 +110,4 @@ def sample_relations_triton(
     until, after = (None if limit is None else torch.from_numpy(limit) for limit in times or (None, None))
     labor = None if rule.labor is None else (rule.labor.batch_dependency, rule.labor.batch)
     picking = Picking(rule.replace, rule.disjoint, rule.first_tree, rule.last, labor, until, after)
-    arrays = [RelationArrays(*(getattr(own, name) for name in RelationArrays._fields)) for own in relations]
-    return sampler.sample(arrays, seeds, starts, keys, picking)
+    return sampler.sample(relations, seeds, starts, keys, picking)

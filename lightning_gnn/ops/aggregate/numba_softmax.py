@@ -69,7 +69,7 @@ def _softmax_rows(
 ) -> None:  # fmt: skip
     """Write the attention weights ``[num_edges * heads]`` of the entries of rows ``[first, last)``."""
     largest, total = np.empty(heads, source.dtype), np.empty(heads, source.dtype)
-    zero, tiny = source.dtype.type(0), source.dtype.type(1e-16)
+    zero = source.dtype.type(0)
     for r in range(first, last):
         begin, end, own = indptr[r], indptr[r + 1], r * heads
         largest[:] = -np.inf
@@ -84,32 +84,32 @@ def _softmax_rows(
                 out[e * heads + h] = score
                 if not score <= largest[h]:
                     largest[h] = score
-        # 2. Subtract the largest, so that exp cannot overflow.
-        for e in range(begin, end):
-            for h in range(heads):
-                out[e * heads + h] -= largest[h]
-        # 3. exp of all heads in one loop.
-        exp_all(out, begin * heads, end * heads)
-        # 4. Divide by the sums; as in PyG, a small constant keeps them from being 0.
-        for e in range(begin, end):
-            for h in range(heads):
-                total[h] += out[e * heads + h]
-        for h in range(heads):
-            total[h] += tiny
+        # 2. Their exponentials, divided by the sums.
+        exponentiate(out, begin, end, heads, largest, total)
         for e in range(begin, end):
             for h in range(heads):
                 out[e * heads + h] /= total[h]
 
 
-@numba.njit(nogil=True, cache=True)
-def exp_all(values: np.ndarray, begin: int, end: int) -> None:
-    """Replace ``values[begin:end]``, all at most 0, by their exp."""
-    if values.itemsize == 4:
-        # The compiler also types this branch for float64, which requires the view.
-        exp_span(values.view(np.float32), begin, end)
+@numba.njit(inline="always", cache=True)
+def exponentiate(scores: np.ndarray, begin: int, end: int, heads: int, largest: np.ndarray, total: np.ndarray) -> None:
+    """Replace scores by the exp of their distance to the largest of their head, and add them to the heads' sums."""
+    # Subtract the largest, so that exp cannot overflow.
+    for e in range(begin, end):
+        for h in range(heads):
+            scores[e * heads + h] -= largest[h]
+    # exp of all heads in one loop. The compiler also types the branch of float32 for float64, which requires the view.
+    if scores.itemsize == 4:
+        exp_span(scores.view(np.float32), begin * heads, end * heads)
     else:
-        for i in range(begin, end):
-            values[i] = np.exp(values[i])
+        for i in range(begin * heads, end * heads):
+            scores[i] = np.exp(scores[i])
+    for e in range(begin, end):
+        for h in range(heads):
+            total[h] += scores[e * heads + h]
+    # As in PyG, a small constant keeps the sums from being 0.
+    for h in range(heads):
+        total[h] += scores.dtype.type(1e-16)
 
 
 @numba.njit(nogil=True, cache=True)
