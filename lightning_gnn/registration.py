@@ -26,8 +26,7 @@ def register() -> None:
     for entry in installed(STRATEGY_GROUP):
         if entry.name in StrategyRegistry:
             warnings.warn(
-                f"strategy {entry.name!r} of {describe(entry)} is left out, because the name is taken",
-                stacklevel=2,
+                f"strategy {entry.name!r} of {describe(entry)} is left out, because the name is taken", stacklevel=2
             )
         else:
             StrategyRegistry.register(entry.name, _lazy_factory(entry), describe(entry))

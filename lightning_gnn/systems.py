@@ -20,27 +20,6 @@ STRATEGY_GROUP = "lightning_gnn.strategies"
 
 
 @dataclass(frozen=True)
-class Package:
-    """A package with public names.
-
-    Args:
-        package: Its name; of one in this package without ``lightning_gnn.``.
-        what: What it holds or does, in a few words.
-        names: Its public names beside those of DataModules and strategies.
-    """
-
-    package: str
-    what: str
-    _: KW_ONLY
-    names: tuple[str, ...] = ()
-
-    @property
-    def public_names(self) -> list[str]:
-        """All public names, sorted."""
-        return sorted(self.names)
-
-
-@dataclass(frozen=True)
 class Plugin:
     """A DataModule or a strategy.
 
@@ -62,6 +41,30 @@ class Plugin:
     variants: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Package:
+    """A package with public names.
+
+    Args:
+        package: Its name; of one in this package without ``lightning_gnn.``.
+        what: What it holds or does, in a few words.
+        names: Its public names beside those of DataModules and strategies.
+        datamodules, strategies: Its DataModules and strategies, if it is a system.
+    """
+
+    package: str
+    what: str
+    _: KW_ONLY
+    names: tuple[str, ...] = ()
+    datamodules: tuple[Plugin, ...] = ()
+    strategies: tuple[Plugin, ...] = ()
+
+    @property
+    def public_names(self) -> list[str]:
+        """All public names, sorted."""
+        return sorted((*self.names, *(plugin.name for plugin in (*self.datamodules, *self.strategies))))
+
+
 @dataclass(frozen=True, kw_only=True)
 class System(Package):
     """A way to train: DataModules, strategies, and the folder ``conf`` of its package with their configurations.
@@ -71,7 +74,6 @@ class System(Package):
         use_when: When to use it.
         devices: Types of the devices that it runs on, the one that it is made for first.
         page: Its documentation: a URL, or a path below ``docs``.
-        datamodules, strategies: Its DataModules and strategies.
         state: What is ready, and what is not yet.
     """
 
@@ -79,17 +81,11 @@ class System(Package):
     use_when: str
     devices: tuple[str, ...]
     page: str
-    datamodules: tuple[Plugin, ...] = ()
-    strategies: tuple[Plugin, ...] = ()
     state: str = "ready"
-
-    @property
-    def public_names(self) -> list[str]:
-        """All public names, sorted."""
-        return sorted((*self.names, *(plugin.name for plugin in (*self.datamodules, *self.strategies))))
 
 
 _ANY = ("cpu", "cuda", "npu")
+_LINKS = "the same, and edges are predicted"
 _RANKS = "CPU threads of all ranks, each for its parts"
 PACKAGES = (
     Package("runtime", "cache store, files, threads, clocks, messages; imports nothing of the package"),
@@ -135,7 +131,7 @@ PACKAGES = (
         page="guides/pgsampler.md",
         datamodules=(
             Plugin("PersistentSamplerDataModule", "persistent", "the GPU"),
-            Plugin("PersistentLinkDataModule", "persistent_link", "the GPU", "the same, and edges are predicted"),
+            Plugin("PersistentLinkDataModule", "persistent_link", "the GPU", _LINKS),
         ),
         names=("PersistentNeighborSampler",),
         state="ready; timed on an H100",
@@ -150,12 +146,7 @@ PACKAGES = (
         page="guides/collective.md",
         datamodules=(
             Plugin("CollectiveDataModule", "collective", "CPU and GPU, by plan"),
-            Plugin(
-                "CollectiveLinkDataModule",
-                "collective_link",
-                "CPU and GPU, by plan",
-                "the same, and edges are predicted",
-            ),
+            Plugin("CollectiveLinkDataModule", "collective_link", "CPU and GPU, by plan", _LINKS),
         ),
         state="ready; not yet timed on a GPU",
     ),
@@ -207,7 +198,7 @@ PACKAGES = (
         page="how-to/several-machines.md",
         datamodules=(
             Plugin("PartitionedDataModule", "partitioned", _RANKS),
-            Plugin("PartitionedLinkDataModule", "partitioned_link", _RANKS, "the same, and edges are predicted"),
+            Plugin("PartitionedLinkDataModule", "partitioned_link", _RANKS, _LINKS),
         ),
     ),
     Package("planning", "predictions: CPU epochs, HyScale-GNN on this machine, several machines"),

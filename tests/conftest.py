@@ -151,6 +151,25 @@ def fused_always(monkeypatch):
 
 
 @pytest.fixture
+def cache(tmp_path_factory, monkeypatch):
+    """Return the empty folder that the test's caches are in."""
+    root = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
+    return root
+
+
+@pytest.fixture
+def no_thread_left():
+    """Check that no test leaves a thread of collective batching."""
+    from lightning_gnn.collective.workers import THREAD_NAME
+    from tests.threads import list_threads
+
+    yield
+    gc.collect()
+    assert not list_threads(THREAD_NAME)
+
+
+@pytest.fixture
 def interruptible():
     """Restore SIGINT, which shells ignore in background processes and the tests that these start."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

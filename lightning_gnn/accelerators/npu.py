@@ -175,7 +175,7 @@ class SingleNPUStrategy(SingleDeviceStrategy):
 
 
 class NPUDDPStrategy(DDPStrategy):
-    """Lightning's ``"ddp"`` on NPUs: collectives through hccl, and no CUDA streams."""
+    """Lightning's ``"ddp"``, also on NPUs: there collectives through hccl, and no CUDA streams."""
 
     @override
     def setup_environment(self) -> None:
@@ -194,11 +194,14 @@ class NPUDDPStrategy(DDPStrategy):
 
     @override
     def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or collective_backend([self.root_device])
+        if self._process_group_backend is None and self.root_device.type == "npu":
+            return collective_backend([self.root_device])
+        return super()._get_process_group_backend()
 
     @override
-    def determine_ddp_device_ids(self) -> None:
-        """Return None: DDP leaves the module on its device, and Lightning creates no CUDA stream."""
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        """Return None on NPUs: DDP leaves the module on its device, and Lightning creates no CUDA stream."""
+        return None if self.root_device.type == "npu" else super().determine_ddp_device_ids()
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Tensor:

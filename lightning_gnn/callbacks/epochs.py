@@ -124,7 +124,8 @@ class Throughput(pl.Callback):
         after = get_loader_stats(trainer)
         if after:
             for name in ("wait_s", "sampling_s", "features_s"):
-                setattr(epoch, name, _sum_difference(self._stats_before, after, name))
+                since, until = (sum(getattr(times, name) for times in stats) for stats in (self._stats_before, after))
+                setattr(epoch, name, float(until - since))
         epoch.all_edges = epoch.edges
         if trainer.world_size > 1:
             # On rank 0, the progress bar has read the metrics already, which is a collective. The other ranks must do
@@ -173,7 +174,3 @@ def get_loader_stats(trainer: pl.Trainer) -> list[LoaderStats]:
     times = [getattr(loader, "times", None) for loader in loaders]
     stats = [each for each in times if isinstance(each, LoaderStats)]
     return stats if len(stats) == len(times) else []
-
-
-def _sum_difference(before: Iterable[LoaderStats], after: Iterable[LoaderStats], name: str) -> float:
-    return float(sum(getattr(times, name) for times in after) - sum(getattr(times, name) for times in before))

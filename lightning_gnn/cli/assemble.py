@@ -238,12 +238,8 @@ def split_in_time(cfg: DictConfig, data: HeteroData) -> tuple[EdgeType, dict[str
         raise ValueError(f"task.split must leave edges to each of train, val and test, of {order.numel()} in all")
     parts = zip(("train", "val", "test"), torch.split(order[-sum(counts) :], counts), strict=True)
     # Sample neighbors strictly before each seed edge, which otherwise could see itself.
-    return edge_type, {stage: (edges[:, part], _just_before(time[part])) for stage, part in parts}
-
-
-def _just_before(time: Tensor) -> Tensor:
-    """Return the largest representable time before each time."""
-    return torch.nextafter(time, time.new_tensor(-torch.inf)) if time.is_floating_point() else time - 1
+    before = torch.nextafter(time, time.new_tensor(-torch.inf)) if time.is_floating_point() else time - 1
+    return edge_type, {stage: (edges[:, part], before[part]) for stage, part in parts}
 
 
 def _timed_edge_type(cfg: DictConfig, data: HeteroData) -> EdgeType:

@@ -84,7 +84,8 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     saved = _load_state(path)
     if saved is None:
         return Rebuilt(config_name, f"no configuration was saved with {path}: the run is built from the defaults")
-    config, choices = _drop_obsolete(saved["config"]), saved.get("choices", {})
+    config, choices = saved["config"], saved.get("choices", {})
+    config = {key: value for key, value in config.items() if key not in _PER_START_KEYS}
     # Groups overridden with another option are not restored from the saved run.
     chosen = [
         item
@@ -122,11 +123,6 @@ def _load_state(path: Path) -> dict[str, Any] | None:
         raise ValueError(damage_of(path) or f"ckpt_path={path} cannot be read as a checkpoint: {error}") from None
     state = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
     return state if isinstance(state, dict) and isinstance(state.get("config"), dict) else None
-
-
-def _drop_obsolete(config: dict[str, Any]) -> dict[str, Any]:
-    restored = {key: value for key, value in config.items() if key not in _PER_START_KEYS}
-    return restored
 
 
 def _prune(saved: dict[str, Any], cwd: str, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:

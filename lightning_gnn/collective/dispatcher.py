@@ -18,9 +18,7 @@ from lightning_gnn.collective.plan import (
 )
 from lightning_gnn.collective.simulate import Durations, draw_durations, makespan, simulate_dual_buffer
 
-SIMULATED_BATCHES = (
-    400  # maximum length of simulated epochs; predictions are scaled, as longer epochs repeat the pattern
-)
+SIMULATED_BATCHES = 400  # maximum length of simulated epochs; longer ones repeat the pattern: predictions are scaled
 GPU_BUFFERS = (1, 2, 5)  # GPU run lengths in the grid, in addition to the maximum
 CPU_BUFFERS = (1, 2, 4, 8, 16, 32)  # host buffer sizes in the grid, without alternation
 HOST_PER_WORKER = 4  # limit of the (pinned) host buffer per worker, unless twice the device's buffer is more
@@ -83,19 +81,16 @@ class Dispatcher:
     def _predict(self, chosen: CollectivePlan, tried: dict[CollectivePlan, list[float]], rounds: int) -> CollectivePlan:
         """Return the chosen plan with predictions, scaled from the simulated mini-batches to the whole epoch."""
         plans, scale = {"collective": chosen, **self._alone}, self.num_batches / self._simulated
+        simulation = simulate_dual_buffer(self.times, chosen, self._simulated, durations=self._durations(0))
         return replace(
             chosen,
             gpu_buffer_size=chosen.gpu_buffer_size if chosen.mode == "collective" else self.gpu_buffer_size,
-            cpu_part=self._simulate_cpu_part(chosen),
+            cpu_part=simulation.on_cpu / self._simulated,
             num_batches=self.num_batches,
             ratio=self.ratio,
             epoch_s={mode: fmean(tried[plan]) * scale for mode, plan in plans.items()},
             rounds=rounds,
         )
-
-    def _simulate_cpu_part(self, plan: CollectivePlan) -> float:
-        simulation = simulate_dual_buffer(self.times, plan, self._simulated, durations=self._durations(0))
-        return simulation.on_cpu / self._simulated
 
     def _grid(self, ratio: float) -> Iterator[CollectivePlan]:
         """Yield plans with leads derived from the workers' times, and alternation from the CPU's share."""

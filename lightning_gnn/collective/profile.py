@@ -8,9 +8,7 @@ from statistics import fmean, median, pstdev
 from lightning_gnn.collective.plan import PREPARATION_STAGES, Duration, StageTimes
 from lightning_gnn.runtime.timeline import Timestamp, is_reached, seconds_between
 
-_OUTLIER_FACTOR = (
-    3.0  # durations above this multiple of the median include other work: compilation, validation, checkpoints
-)
+_OUTLIER_FACTOR = 3.0  # longer durations, in medians, include other work: compilation, validation, checkpoints
 _MIN_MEASUREMENTS = 3  # sufficient measurements per stage after a complete epoch
 _MAX_STORED = 256  # latest measurements stored per stage, unless more are requested
 

@@ -103,7 +103,7 @@ class PinnedBufferRing:
     def take(self) -> PinnedBuffer:
         """Return a slot. Waits for the device at most, never for another worker, which could deadlock."""
         with self._lock:
-            slot = next((slot for slot in self._idle if _is_reusable(slot)), None)
+            slot = next((one for one in self._idle if one.read_until is None or one.read_until.query()), None)
             if slot is None and self._idle and self.num_slots >= self.capacity:
                 slot = self._idle[0]
             if slot is None:
@@ -276,7 +276,3 @@ class DeviceRoutes:
 
 def _is_strided_cpu(value: object) -> TypeGuard[Tensor]:
     return type(value) is Tensor and value.is_cpu and value.layout == torch.strided
-
-
-def _is_reusable(slot: PinnedBuffer) -> bool:
-    return slot.read_until is None or bool(slot.read_until.query())

@@ -8,11 +8,4 @@ from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule, as_ids, seeds_in
 from lightning_gnn.datamodules.options import SamplingOptions, StorageOptions
 
-__all__ = [
-    "LinkDataModule",
-    "NeighborDataModule",
-    "SamplingOptions",
-    "StorageOptions",
-    "as_ids",
-    "seeds_in",
-]
+__all__ = ["LinkDataModule", "NeighborDataModule", "SamplingOptions", "StorageOptions", "as_ids", "seeds_in"]

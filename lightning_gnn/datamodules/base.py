@@ -23,6 +23,7 @@ from lightning_gnn.datamodules.options import (
     StorageOptions,
     check_sampler,
     evaluation_keywords,
+    pop_options,
     training_keywords,
     with_overrides,
 )
@@ -77,12 +78,12 @@ class MiniBatchDataModule(ResumableDataModule):
         super().__init__()
         # Divide the keywords among sampling, storage and the loaders.
         options = {**options, "num_neighbors": num_neighbors, "batch_size": batch_size}
-        sampling = SamplingOptions.pop_from(options)
+        sampling = pop_options(SamplingOptions, options)
         if self.sampling_options is not None:
             self.sampling_options = sampling
         elif given := sampling.given():
             raise TypeError(f"unknown option {min(given)}: {type(self).__name__} does not sample neighbors; omit it")
-        self.storage_options = storage = StorageOptions.pop_from(options)
+        self.storage_options = storage = pop_options(StorageOptions, options)
         self.share_memory = storage.share_memory
         self.inference = inference_settings(inference)
         self.seed = torch.initial_seed() if seed is None else whole_number(seed, "seed")

@@ -30,13 +30,7 @@ _MAX_COMPARED_ROWS = 258  # rows of a file that are compared with the graph's, e
 class DiskFeatureConfig:
     """Files, memory and lookahead of a graph's features on disk; see :class:`StorageOptions`."""
 
-    def __init__(
-        self,
-        data: Batch,
-        memory: int | str,
-        lookahead: int | str | None = None,
-        store: Store = None,
-    ) -> None:
+    def __init__(self, data: Batch, memory: int | str, lookahead: int | str | None = None, store: Store = None) -> None:
         self.memory = memory_bytes(memory, "memory")
         self.lookahead: int | tuple[int, int]  # this argument of loaders
         if lookahead is None:

@@ -89,8 +89,4 @@ def only_batch(batch: Data) -> DataLoader[Data]:
     # Lightning does not replace a DistributedSampler; its own would assign the batch to one rank.
     sampler: DistributedSampler[Data] = DistributedSampler([batch], num_replicas=1, rank=0, shuffle=False)  # type: ignore[arg-type]
     # DataLoader draws from its generator at each iteration, and resuming iterates once more: do not use the global one.
-    return DataLoader([batch], batch_size=None, sampler=sampler, collate_fn=_identity, generator=torch.Generator())  # type: ignore[arg-type]
-
-
-def _identity(batch: Data) -> Data:
-    return batch
+    return DataLoader([batch], batch_size=None, sampler=sampler, generator=torch.Generator())  # type: ignore[arg-type]

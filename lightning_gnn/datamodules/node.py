@@ -177,17 +177,14 @@ def _resolve_seeds(data: HeteroData, given: Any, name: str, stage: str) -> tuple
         for key, (attribute, nodes) in inferred.items():
             return attribute.replace("data.", f"data[{key!r}]."), key, nodes
         return name, None, None
-    node_type, nodes = (given, None) if isinstance(given, str) else (given if _is_pair(given) else (None, given))
+    is_pair = isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str)
+    node_type, nodes = (given, None) if isinstance(given, str) else (given if is_pair else (None, given))
     if node_type not in data.node_types:
         expected = f"{name}=(type, nodes), with a type out of {', '.join(data.node_types)}"
         if node_type is None:
             raise TypeError(f"a heterogeneous graph requires {expected}")
         raise ValueError(f"no such node type: {node_type!r}; use {expected}")
     return name, node_type, torch.arange(data[node_type].num_nodes) if nodes is None else nodes
-
-
-def _is_pair(given: object) -> bool:
-    return isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str)
 
 
 def seeds_in(data: Any, stage: str) -> tuple[str, Any]:

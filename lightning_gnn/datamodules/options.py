@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch_geometric.sampler import BaseSampler
 from torch_geometric.typing import EdgeType
-from typing_extensions import Self
 
 from lightning_gnn.loading.batch import Batch, Positions
 from lightning_gnn.loading.loaders import LinkLoader, NodeLoader
@@ -20,6 +19,7 @@ from lightning_gnn.runtime.lightning import rank_zero_warn
 from lightning_gnn.runtime.messages import keywords_of, true_or_false
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output
 
+_Group = TypeVar("_Group")
 _LOADERS = {"node": NodeLoader, "link": LinkLoader}
 _SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "subgraph_type")
 _RESERVED = {
@@ -28,18 +28,8 @@ _RESERVED = {
 }  # fmt: skip
 
 
-class _OptionGroup:
-    """Base class of option groups."""
-
-    @classmethod
-    def pop_from(cls, keywords: dict[str, Any]) -> Self:
-        """Remove the options of this group from the keywords and return them."""
-        names = [option.name for option in fields(cls) if option.name in keywords]  # type: ignore[arg-type]
-        return cls(**{name: keywords.pop(name) for name in names})
-
-
 @dataclass(frozen=True)
-class SamplingOptions(_OptionGroup):
+class SamplingOptions:
     """Options of the default sampler of a DataModule; see :class:`~lightning_gnn.NeighborSampler`.
 
     Args:
@@ -79,7 +69,7 @@ class SamplingOptions(_OptionGroup):
 
 
 @dataclass(frozen=True)
-class StorageOptions(_OptionGroup):
+class StorageOptions:
     """Options for storing and reading the features of a DataModule.
 
     Args:
@@ -151,6 +141,11 @@ class DataModuleOptions(TypedDict, total=False):
     memory: int | str | None
     lookahead: int | str | None
     store: str | Path | Mapping[str, str | Path] | None
+
+
+def pop_options(group: type[_Group], keywords: dict[str, Any]) -> _Group:
+    """Remove the options of a group from the keywords and return them."""
+    return group(**{name: keywords.pop(name) for name in keywords_of(group) if name in keywords})
 
 
 def training_keywords(owner: type, kind: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:

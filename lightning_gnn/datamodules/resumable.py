@@ -17,6 +17,7 @@ from lightning_gnn.distributed.exceptions import is_handling_exception
 from lightning_gnn.distributed.stop_on_signal import StopOnSignal
 from lightning_gnn.loading.random_state import random_state, set_random_state
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
+from lightning_gnn.runtime.devices import all_gather_objects
 from lightning_gnn.runtime.lightning import _Metadata, _ResultMetric, _Sync, check_package, check_script, pl
 from lightning_gnn.runtime.precision import convert_batches
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
@@ -106,7 +107,7 @@ class ResumableDataModule(pl.LightningDataModule):
             mine += [logged_state(trainer), _gradients(trainer), self._order_state]
         by_rank: list[Any] = [mine] * self._world_size
         if self._world_size > 1 and not is_handling_exception():
-            torch.distributed.all_gather_object(by_rank, mine)
+            by_rank = all_gather_objects(mine)
         state: dict[str, Any] = {
             name: list(values) for name, values in zip(_BY_RANK, zip(*by_rank, strict=True), strict=False)
         }

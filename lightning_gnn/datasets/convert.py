@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import psutil
+import numpy.typing as npt
 import torch
 from filelock import FileLock, Timeout
 from torch_geometric.typing import EdgeType
@@ -21,14 +21,7 @@ from lightning_gnn.datasets.edge_order import EdgeOrder
 from lightning_gnn.datasets.folder import load_folder
 from lightning_gnn.datasets.hetero_folder import BETWEEN, TYPES, type_folders
 from lightning_gnn.datasets.id_types import ID_RULES, IdRule
-from lightning_gnn.datasets.named_tables import (
-    EDGE_TYPE,
-    ENDPOINTS,
-    NODE_TYPE,
-    MessageSink,
-    NamedTables,
-    table_name,
-)
+from lightning_gnn.datasets.named_tables import EDGE_TYPE, ENDPOINTS, NODE_TYPE, MessageSink, NamedTables, table_name
 from lightning_gnn.datasets.published_files import detect_published
 from lightning_gnn.datasets.synthetic import Labels
 from lightning_gnn.datasets.table_files import INTEGER_TYPES, TableFiles, as_name, as_text, describe_row, find_files
@@ -38,7 +31,7 @@ from lightning_gnn.features.arrays import as_numpy, save_arrays, write_blocks
 from lightning_gnn.features.table import FEATURE_DTYPES, check_finite_rows
 from lightning_gnn.graph.csc import index_dtype
 from lightning_gnn.runtime.files import write_whole
-from lightning_gnn.runtime.memory_info import available_bytes
+from lightning_gnn.runtime.memory_info import free_memory
 from lightning_gnn.runtime.messages import shown
 from lightning_gnn.runtime.urls import local_path
 
@@ -119,50 +112,33 @@ def convert_tables(
     for path in (*edges.values(), *tables.values()):
         for file in find_files(path):
             check_content(file)
-    options = (undirected, random_features, random_labels), feature_dtype, ids
+    drawn, budget = (undirected, random_features, random_labels), int(memory * _DATABASE_MEMORY_FRACTION)
     with _lock(folder), _name_what_lacks(folder, memory) as needed:
-        return _convert(out, folder, edges, tables, is_homogeneous, memory, options, say, needed)
-
-
-def _convert(
-    out: Path,
-    folder: Path,
-    edges: dict[EdgeType, str | Path],
-    tables: dict[str, str | Path],
-    is_homogeneous: bool,
-    memory: int,
-    options: tuple[tuple[bool, int, int], str, IdRule],
-    say: MessageSink,
-    needed: list[int],
-) -> dict[str, int]:
-    """Convert tables in the folder ``folder``, and rename the result; append the disk space to ``needed``."""
-    drawn, feature_dtype, ids = options
-    published = detect_published(edges[EDGE_TYPE], folder / "unpacked") if is_homogeneous else None
-    of_edges = edges.values() if published is None else published.files
-    files = {str(path): _fingerprint_files(path) for path in (*of_edges, *tables.values())}
-    inputs = [sorted((str(edge_type), str(path)) for edge_type, path in names.items()) for names in (edges, tables)]
-    fingerprint = [8, *inputs, *options, files]
-    budget = int(memory * _DATABASE_MEMORY_FRACTION)
-    database = TableFiles(folder / "database", budget, fingerprint, folder / "graph", say)
-    if database.resumed:
-        say("resuming an interrupted conversion")
-    try:
-        if published is None and not database.resumed:
-            size, announced = _estimate_disk(database, edges.values(), tables.values())
-            needed.append(size)
-            if announced:
-                say(announced)
-        conversion = _Conversion(database, folder / "graph", edges, tables, is_homogeneous, published, say)
-        conversion.id_rule = ids
-        conversion.feature_dtype, conversion.memory = getattr(torch, feature_dtype), memory - budget
-        counts = conversion.run(*drawn)
-    finally:
-        database.close()
-    # Run the checks of load_folder once, before the folder gets its name.
-    labels: Labels = "numbers" if conversion.is_homogeneous and conversion.has_numbers else "classes"
-    load_folder(folder / "graph", labels=labels)
-    (folder / "graph").rename(out)
-    shutil.rmtree(folder)
+        published = detect_published(edges[EDGE_TYPE], folder / "unpacked") if is_homogeneous else None
+        of_edges = edges.values() if published is None else published.files
+        files = {str(path): _fingerprint_files(path) for path in (*of_edges, *tables.values())}
+        inputs = [sorted((str(edge_type), str(path)) for edge_type, path in names.items()) for names in (edges, tables)]
+        fingerprint = [8, *inputs, drawn, feature_dtype, ids, files]
+        database = TableFiles(folder / "database", budget, fingerprint, folder / "graph", say)
+        try:
+            if database.resumed:
+                say("resuming an interrupted conversion")
+            elif published is None:
+                size, announced = _estimate_disk(database, edges.values(), tables.values())
+                needed.append(size)
+                if announced:
+                    say(announced)
+            conversion = _Conversion(database, folder / "graph", edges, tables, is_homogeneous, published, say)
+            conversion.id_rule = ids
+            conversion.feature_dtype, conversion.memory = getattr(torch, feature_dtype), memory - budget
+            counts = conversion.run(*drawn)
+        finally:
+            database.close()
+        # Run the checks of load_folder once, before the folder gets its name.
+        labels: Labels = "numbers" if conversion.is_homogeneous and conversion.has_numbers else "classes"
+        load_folder(folder / "graph", labels=labels)
+        (folder / "graph").rename(out)
+        shutil.rmtree(folder)
     return counts
 
 
@@ -208,13 +184,8 @@ def _name_what_lacks(folder: Path, memory: int) -> Iterator[list[int]]:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't start new thread" not in str(error):
             raise
-        process = psutil.Process()
-        limit = process.rlimit(psutil.RLIMIT_AS)[0] if hasattr(process, "rlimit") else -1
-        free, of = available_bytes() or 0, "free"
-        if 0 <= limit - process.memory_info().vms < free:
-            free, of = limit - process.memory_info().vms, f"left of the address space of {shown(limit)} (ulimit -v)"
         reason = f" ({error})" if str(error) else ""
-        asked = f"memory={shown(memory).replace(' ', '')} is more than the process gets: {shown(free)} are {of}{reason}"
+        asked = f"memory={shown(memory).replace(' ', '')} is more than the process gets: {free_memory()}{reason}"
         fix = "give a smaller memory=, or raise the limit, and repeat the call, which goes on"
         raise MemoryError(f"{asked}; {fix}") from None
 
@@ -364,7 +335,7 @@ class _Conversion(NamedTables):
             self._write_splits(table, folder, count, name)
         for mask in MASKS:
             if mask in columns:
-                self._write_mask(table, folder, count, mask, f"coalesce({mask}::BOOLEAN, false)")
+                self._write(folder / f"{mask}.npy", table, f"coalesce({mask}::BOOLEAN, false)", np.bool_, count)
         if "time" in columns and self.is_homogeneous:
             self.say("left out: time, which a homogeneous folder cannot store; name the node types to keep it")
         elif "time" in columns:
@@ -443,9 +414,10 @@ class _Conversion(NamedTables):
         if self.database.query(f"SELECT 1 FROM {as_name(table)} WHERE {as_name(column)} IS NULL LIMIT 1"):
             raise ValueError(f"{where}: {column} is missing in some row; fill it in")
         dtype = np.int64 if is_integer else np.float64
-        chosen = {column: f"{value}::{'BIGINT' if is_integer else 'DOUBLE'}"}
-        rows = (block[column] for block in self.database.blocks(table, chosen, _NUMBERS_PER_BLOCK))
-        write_blocks(path, dtype, (count,), rows if order is None else order.place(value, dtype))
+        if order is None:
+            self._write(path, table, f"{value}::{'BIGINT' if is_integer else 'DOUBLE'}", dtype, count)
+        else:
+            write_blocks(path, dtype, (count,), order.place(value, dtype))
 
     def _write_labels(self, table: str, folder: Path, count: int, sql_type: str, name: str) -> None:
         is_integer = sql_type in (*INTEGER_TYPES, "VARCHAR", "BOOLEAN")
@@ -466,9 +438,8 @@ class _Conversion(NamedTables):
             distinct = self.database.query(f"SELECT count(DISTINCT label) FROM {as_name(table)}")[0][0]
             listed_there = "" if names is None else ", listed in classes.json"
             self.say(f"labels{self.type_suffix(name)} are {distinct} classes{listed_there}")
-        chosen = {"y": f"coalesce(({value})::BIGINT, -1)" if is_integer else f"coalesce(({value})::FLOAT, 'NaN')"}
-        blocks = (block["y"] for block in self.database.blocks(table, chosen, _NUMBERS_PER_BLOCK))
-        write_blocks(folder / "y.npy", np.int64 if is_integer else np.float32, (count,), blocks)
+        chosen = f"coalesce(({value})::BIGINT, -1)" if is_integer else f"coalesce(({value})::FLOAT, 'NaN')"
+        self._write(folder / "y.npy", table, chosen, np.int64 if is_integer else np.float32, count)
 
     def _are_codes(self, table: str, name: str) -> bool:
         """Return whether integer labels are codes: large values, few of them distinct, that repeat."""
@@ -491,12 +462,13 @@ class _Conversion(NamedTables):
             raise ValueError(f"split is {word!r} in {self.tables[name]}; use one of {', '.join(valid)}, or NULL")
         for split, names in SPLITS.items():
             condition = f"coalesce(lower(split) IN ({', '.join(map(as_text, names))}), false)"
-            self._write_mask(table, folder, count, f"{split}_mask", condition)
+            self._write(folder / f"{split}_mask.npy", table, condition, np.bool_, count)
 
-    def _write_mask(self, table: str, folder: Path, count: int, mask: str, value: str) -> None:
-        if not (path := folder / f"{mask}.npy").exists():
-            blocks = (block[mask] for block in self.database.blocks(table, {mask: value}, _NUMBERS_PER_BLOCK))
-            write_blocks(path, np.bool_, (count,), blocks)
+    def _write(self, path: Path, table: str, value: str, dtype: npt.DTypeLike, count: int) -> None:
+        """Write the value of an SQL expression for each row of a table, unless the file exists."""
+        if not path.exists():
+            blocks = self.database.blocks(table, {"value": value}, _NUMBERS_PER_BLOCK)
+            write_blocks(path, dtype, (count,), (block["value"] for block in blocks))
 
     def _write_ids(self, name: str, folder: Path, count: int) -> None:
         table = table_name("ids", name)
@@ -507,9 +479,8 @@ class _Conversion(NamedTables):
             chosen = "id::VARCHAR AS id" if sql_type == "HUGEINT" else "id"
             ordered = f"SELECT {chosen}, number FROM {ids} ORDER BY number"
             self.database.query(f"COPY ({ordered}) TO {as_text(folder / 'id.parquet')}")
-        elif not (folder / "id.npy").exists():
-            blocks = (block["id"] for block in self.database.blocks(table, {"id": "id::BIGINT"}, _NUMBERS_PER_BLOCK))
-            write_blocks(folder / "id.npy", np.int64, (count,), blocks)
+        else:
+            self._write(folder / "id.npy", table, "id::BIGINT", np.int64, count)
 
     def _list_directions(self, edge_type: EdgeType, undirected: bool) -> dict[EdgeType, list[bool]]:
         """Return the edge types to write for one input edge type, each with its directions (True: reversed)."""
@@ -542,9 +513,9 @@ class _Conversion(NamedTables):
         source, target = ends[::-1] if directions[0] else ends
         # Both directions together may contain an edge twice; remove the duplicates.
         if len(directions) > 1:
-            rows = f"SELECT {source} AS s, {target} AS t FROM {as_name(table)}"
-            table = self._make_distinct(rows, out_type)
-            source, target = "s", "t"
+            both = f"WITH one AS (SELECT {source} AS s, {target} AS t FROM {as_name(table)}) SELECT s, t FROM one"
+            table, source, target = table_name("distinct", BETWEEN.join(out_type)), "s", "t"
+            self.database.make(table, f"SELECT s, t FROM ({both} UNION SELECT t, s FROM one) ORDER BY t, s")
         num_edges = self.database.count(table)
         order = EdgeOrder(self.database, table, target, counts[out_type[2]], self.memory)
         for name, sql_type in attrs.items():
@@ -554,13 +525,6 @@ class _Conversion(NamedTables):
             write_blocks(folder / "indices.npy", dtype, (num_edges,), order.place(source, dtype))
             save_arrays(folder, {"indptr": order.indptr})
         return num_edges
-
-    def _make_distinct(self, rows: str, out_type: EdgeType) -> str:
-        """Create the table of the distinct edges in both directions, sorted by target and source; return its name."""
-        table = table_name("distinct", BETWEEN.join(out_type))
-        both = f"WITH one AS ({rows}) SELECT s, t FROM one UNION SELECT t, s FROM one"
-        self.database.make(table, f"SELECT s, t FROM ({both}) ORDER BY t, s")
-        return table
 
     def _is_attribute(self, sql_type: str) -> bool:
         return sql_type.partition("(")[0] in _NUMERIC or sql_type.startswith("TIMESTAMP") or sql_type == "DATE"

@@ -204,7 +204,10 @@ def ogbn(
         converted = folder / ("npy_undirected" if undirected else "npy")
         with _lock_dataset(folder):
             if not converted.exists():
-                _check_papers(folder, converted)
+                _check_files(folder, _PAPERS_FILES, f"{_PAPERS_URL} (56 GB)")
+                if not is_writable(converted):
+                    fix = "link the raw files elsewhere"
+                    raise FileNotFoundError(f"{converted} cannot be created in a read-only folder; {fix}")
                 convert_tables(folder, converted, undirected=bool(undirected))
         return load_folder(converted)
     # OGB's own package downloads and reads the other datasets.
@@ -284,13 +287,6 @@ def _check_files(source: Path, files: list[str], url: str) -> None:
     if missing := [file for file in files if not (source / file).exists()]:
         lacks = f"{source} lacks {', '.join(missing)}"
         raise FileNotFoundError(f"{lacks}; download {url} and unpack its content into that folder")
-
-
-def _check_papers(source: Path, folder: Path) -> None:
-    """Check that the raw files of ogbn-papers100M exist and that the output folder is writable."""
-    _check_files(source, _PAPERS_FILES, f"{_PAPERS_URL} (56 GB)")
-    if not is_writable(folder):
-        raise FileNotFoundError(f"{folder} cannot be created in a read-only folder; link the raw files elsewhere")
 
 
 def _load(

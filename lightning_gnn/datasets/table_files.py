@@ -79,7 +79,8 @@ class TableFiles:
             tenths = int(percent) // 10
             if 0 < tenths < 10 and tenths != reported:
                 left = (time.perf_counter() - self._started) * (100 - percent) / percent
-                self._say(f"  {10 * tenths} %, about {_shown_time(left)} left for this step")
+                shown = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
+                self._say(f"  {10 * tenths} %, about {shown} left for this step")
             reported = tenths
 
     def close(self) -> None:
@@ -427,10 +428,6 @@ def find_files(path: str | Path) -> list[Path]:
     return files
 
 
-def _shown_time(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-
-
 def describe_row(path: str | Path, row: int) -> str:
     """Return a text for the position of a row, from 0 on, in one or several files."""
     count = len(find_files(path))
@@ -460,8 +457,3 @@ def as_text(value: object) -> str:
 def as_name(name: str) -> str:
     """Return a quoted SQL identifier."""
     return '"' + name.replace('"', '""') + '"'
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return comma-separated SQL identifiers."""
-    return ", ".join(map(as_name, names))

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.features.arrays import check_room, create_array, load_array, save_arrays
-from lightning_gnn.graph.csc import (
-    CSCGraph,
-    check_edge_index,
-    check_ids,
-    check_integers,
-    index_dtype,
-    sort_by_target,
-)
+from lightning_gnn.graph.csc import CSCGraph, check_edge_index, check_ids, check_integers, index_dtype, sort_by_target
 from lightning_gnn.graph.prefetch_lists import expect_list_reads
 from lightning_gnn.runtime.store import checked_once, checksum, get_or_create
 

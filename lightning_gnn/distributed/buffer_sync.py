@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_gnn.distributed.module_tree import map_buffers, named_parts
+from lightning_gnn.runtime.devices import all_gather_objects
 
 _MAX_NUMEL = 1 << 18
 """Buffers of at most this size are compared by value. Larger ones are checked by torch's version counter, which misses
@@ -56,8 +57,7 @@ class BufferSync:
         buffers = map_buffers(self._module)
         written = {name: self._find_written_rows(name, buffer) for name, buffer in buffers.items()}
         own = {name: update for name, update in written.items() if update is not None}
-        gathered: list[_RowUpdates] = [{}] * len(seeds)
-        dist.all_gather_object(gathered, own if seeds[rank] else {})
+        gathered: list[_RowUpdates] = all_gather_objects(own if seeds[rank] else {})
         for name in {name: None for updates in gathered for name in updates}:
             by_rank = {other: updates[name] for other, updates in enumerate(gathered) if name in updates}
             shapes = {tuple(shape) for shape, *_ in by_rank.values()}
@@ -166,7 +166,9 @@ def no_side_effects(module: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     metrics = [part for _, part in named_parts(module) if isinstance(part, Metric)]
-    states = [{name: _copy_state(getattr(metric, name)) for name in metric._defaults} for metric in metrics]
+    states = [{name: getattr(metric, name) for name in metric._defaults} for metric in metrics]
+    for state in states:  # lists are copied shallowly, since their items are never modified
+        state.update({name: x.detach().clone() if isinstance(x, Tensor) else list(x) for name, x in state.items()})
     counts = [(metric._update_count, metric._computed) for metric in metrics]
     try:
         yield
@@ -180,8 +182,3 @@ def no_side_effects(module: nn.Module) -> Iterator[None]:
                     value += [item[:0] for item in getattr(metric, name)[len(value) :] if item.dim()]
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, computed
-
-
-def _copy_state(state: object) -> object:
-    """Copy a metric state: a list shallowly, since its items are never modified, or a tensor."""
-    return list(state) if isinstance(state, list) else state.detach().clone() if isinstance(state, Tensor) else state

@@ -16,6 +16,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gnn.distributed.mixed_device_group import as_message
 from lightning_gnn.distributed.module_tree import named_parts
+from lightning_gnn.runtime.devices import all_gather_objects
 from lightning_gnn.runtime.lightning import pl
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}
@@ -87,9 +88,7 @@ class MetricSync:
     def exchange_names(self) -> None:
         """All-gather names and options of the logged metrics. All ranks must call this."""
         own = {key: {k: v for k, v in arguments.items() if k != "value"} for key, arguments in self._logged.items()}
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        for by_key in gathered:
+        for by_key in all_gather_objects(own):
             for key, options in by_key.items():
                 self._registered.setdefault(key, options)
 
@@ -120,7 +119,10 @@ class MetricSync:
                 arguments = {**options, **own.get(key, {})}
                 reduce = arguments.get("reduce_fx", "mean")
                 value = _reduce(weighted, _REDUCTIONS[getattr(reduce, "__name__", str(reduce))])
-                arguments["value"] = _make_tensor(value, own.get(key, {}).get("value"))
+                like = own.get(key, {}).get("value")
+                like = like if isinstance(like, Tensor) else torch.empty(0)
+                dtype = like.dtype if like.is_floating_point() else None
+                arguments["value"] = torch.tensor(value, dtype=dtype, device=like.device)
                 total = sum(weight for _, weight in weighted)
                 self._original(**{**arguments, "batch_size": max(1, round(total)), "sync_dist": False})
         finally:
@@ -149,8 +151,3 @@ def _reduce(weighted: Sequence[tuple[float, float]], reduction: str) -> float:
     if any(math.isnan(value) for value in values):
         return math.nan
     return math.fsum(values) if reduction == "sum" else max(values) if reduction == "max" else min(values)
-
-
-def _make_tensor(value: float, like: object) -> Tensor:
-    like = like if isinstance(like, Tensor) else torch.empty(0)
-    return torch.tensor(value, dtype=like.dtype if like.is_floating_point() else None, device=like.device)

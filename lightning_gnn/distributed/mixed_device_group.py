@@ -10,21 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnn.runtime.devices import DEVICE_BACKENDS
+from lightning_gnn.runtime.devices import DEVICE_BACKENDS, all_gather_objects
 
 _T = TypeVar("_T")
 MAX_SENT = 4
 """Maximum number of messages by which ranks that only receive may be behind, two of a step at least."""
 
 
-def accepts(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether collectives of a group accept tensors on a device: gloo accepts those on CPUs and GPUs only."""
-    return not dist.is_initialized() or device.type in dist.get_backend_config(group)
-
-
 def as_message(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return a tensor for a collective: copied to the host if the group does not accept its device."""
-    return tensor if accepts(tensor.device, group) else tensor.cpu()
+    """Return a tensor for a collective: copied to the host if the group refuses its device, as gloo refuses NPUs."""
+    is_accepted = not dist.is_initialized() or tensor.device.type in dist.get_backend_config(group)
+    return tensor if is_accepted else tensor.cpu()
 
 
 def count_collectives() -> int:
@@ -67,7 +63,9 @@ class MixedDeviceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """All-reduce a dense or sparse tensor in place. All ranks must call this."""
         if self.only_accelerators and not tensor.is_sparse:
-            self._sum_accelerators(tensor)
+            if self._accelerators is not None:
+                dist.all_reduce(tensor, group=self._accelerators)
+            self.send_to_cpus(tensor)  # which must not have contributed
         elif self._accelerators is not None and not tensor.is_sparse:
             dist.all_reduce(tensor, group=self._accelerators)
             if self.rank == self.leader:
@@ -77,12 +75,6 @@ class MixedDeviceGroup:
             self._all_reduce_on_host(tensor)
         else:
             dist.all_reduce(tensor)
-
-    def _sum_accelerators(self, tensor: Tensor) -> None:
-        """All-reduce over the accelerators; the CPU ranks get the result, and must not have contributed to it."""
-        if self._accelerators is not None:
-            dist.all_reduce(tensor, group=self._accelerators)
-        self.send_to_cpus(tensor)
 
     def send_to_cpus(self, tensor: Tensor) -> None:
         """Replace the tensor on the CPU ranks by the leader's, which does not wait for them unless they are behind."""
@@ -141,9 +133,7 @@ class MixedDeviceGroup:
 
     def all_gather_objects(self, value: _T) -> list[_T]:
         """Return the objects of all ranks. All ranks must call this."""
-        values = [value] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        return all_gather_objects(value)
 
     def broadcast_from_rank0(self, tensors: Iterable[Tensor]) -> float:
         """Broadcast rank 0's tensors; return this rank's drift. All ranks must call this."""

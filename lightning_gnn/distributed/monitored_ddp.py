@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_gnn.distributed.heartbeat import BLAME_GRACE_S, check_stall_timeout
+from lightning_gnn.distributed.heartbeat import BLAME_GRACE_S, check_stall_timeout, waiting_for_ranks
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
 from lightning_gnn.runtime.lightning import DDPStrategy, _StrategyRegistry, reset_seed
 from lightning_gnn.runtime.messages import keywords_of
@@ -27,13 +27,13 @@ def _monitored(step: _Step) -> _Step:
 
     @wraps(step)
     def run(self: MonitoredDDPStrategy, *args: object, **kwargs: object) -> Any:
-        with self._working(step.__name__):
+        with self.working(step.__name__):
             return step(self, *args, **kwargs)
 
     return run  # type: ignore[return-value]
 
 
-class MonitoredDDPStrategy(MonitoredRanks, DDPStrategy):
+class MonitoredDDPStrategy(MonitoredRanks):
     """Lightning's ``"ddp"`` that ends all ranks, with a message that names the cause, if one dies or stands still.
 
     Use it as ``Trainer(strategy="monitored_ddp", devices=N)``. Gradients, samplers and options are those of ``"ddp"``.
@@ -89,60 +89,27 @@ class MonitoredDDPStrategy(MonitoredRanks, DDPStrategy):
         self.join_ranks(self._process_group_backend, self.stall_timeout, self._timeout, device_id)
 
     @override
-    def determine_ddp_device_ids(self) -> list[int] | None:
-        """Return None on NPUs, so that Lightning creates no CUDA stream."""
-        return None if self.root_device.type == "npu" else super().determine_ddp_device_ids()
-
-    @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
         with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            return _WaitingDDP(self.waiting, module=model, device_ids=device_ids, **self._ddp_kwargs)
+            return _WaitingDDP(module=model, device_ids=device_ids, **self._ddp_kwargs)
 
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside the ``with`` block."""
-        with DDPStrategy.block_backward_sync(self):
-            yield
-
-    @_monitored
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().training_step(*args, **kwargs)
-
-    @_monitored
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().validation_step(*args, **kwargs)
-
-    @_monitored
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().test_step(*args, **kwargs)
-
-    @_monitored
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().predict_step(*args, **kwargs)
+    block_backward_sync = DDPStrategy.block_backward_sync
+    training_step = _monitored(DDPStrategy.training_step)
+    validation_step = _monitored(DDPStrategy.validation_step)
+    test_step = _monitored(DDPStrategy.test_step)
+    predict_step = _monitored(DDPStrategy.predict_step)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass; other ranks have time to name a cause of their own before this rank blames it."""
-        with self._working("backward", BLAME_GRACE_S):
+        with self.working("backward", BLAME_GRACE_S):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def _working(self, what: str, grace: float = 0.0) -> AbstractContextManager[None]:
-        return nullcontext() if self._heartbeats is None else self._heartbeats.working(what, grace)
 
 
 class _WaitingDDP(DistributedDataParallel):
     """DDP whose collectives before the forward pass count as waiting for other ranks."""
 
-    def __init__(self, waiting: Callable[[], AbstractContextManager[None]], **options: Any) -> None:
-        super().__init__(**options)
-        self._waiting = waiting
-
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._waiting():
+        with waiting_for_ranks():
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]

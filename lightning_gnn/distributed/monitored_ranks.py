@@ -22,18 +22,17 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from typing_extensions import TypedDict, Unpack, override
 
+from lightning_gnn.accelerators.npu import NPUDDPStrategy
 from lightning_gnn.distributed.exceptions import end_process, is_handling_exception
 from lightning_gnn.distributed.heartbeat import MIN_RENDEZVOUS, Heartbeats
 from lightning_gnn.distributed.mixed_device_group import as_message
 from lightning_gnn.distributed.notebook_launcher import NotebookLauncher
-from lightning_gnn.runtime.devices import collective_backend, match_device
 from lightning_gnn.runtime.lightning import (
     _IS_INTERACTIVE,
     Accelerator,
     CheckpointIO,
     ClusterEnvironment,
     DDPStrategy,
-    ParallelStrategy,
     Precision,
     SIGTERMException,
     _init_dist_connection,
@@ -97,7 +96,7 @@ class RankOptions(TypedDict, total=False):
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class MonitoredRanks(ParallelStrategy, ABC):
+class MonitoredRanks(NPUDDPStrategy, ABC):
     """Connects the ranks of a strategy, and aborts all of them with a message if one dies or hangs."""
 
     # A dead or failed process is detected at once, a stopped or hanging one after a timeout.
@@ -114,7 +113,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
         for name in kwargs.keys() - self.known_options:
             known = keywords_of(type(self)) - keywords_of(DDPStrategy) | self.known_options
             raise TypeError(f"unknown option {name}{closest(name, known)}")
-        super().__init__(timeout=timeout, process_group_backend=process_group_backend, **kwargs)  # type: ignore[call-arg,misc]
+        super().__init__(timeout=timeout, process_group_backend=process_group_backend, **kwargs)
         self.sync_gradients = True
         """Whether gradients are reduced over the ranks; False while they are accumulated."""
         self._heartbeats: Heartbeats | None = None
@@ -124,7 +123,6 @@ class MonitoredRanks(ParallelStrategy, ABC):
     def _configure_launcher(self) -> None:
         """Select the launcher of this node's processes: none for a single process, a script's or a notebook's."""
         assert self.cluster_environment is not None
-        assert isinstance(self, DDPStrategy)  # which defines these attributes
         if self.num_processes * self.num_nodes == 1:
             self._launcher = None
         elif self._start_method == "fork":
@@ -141,20 +139,6 @@ class MonitoredRanks(ParallelStrategy, ABC):
             )
         else:
             super()._configure_launcher()
-
-    @override
-    def setup_environment(self) -> None:
-        """Set the current device, also for mixed precision, and connect the ranks."""
-        match_device(self.precision_plugin, self.root_device)
-        super().setup_environment()
-
-    def _get_process_group_backend(self) -> str:
-        """Return the backend of collectives: on NPUs hccl by default, else DDP's."""
-        assert isinstance(self, DDPStrategy)  # which defines the attribute and the method
-        if self._process_group_backend is None and self.root_device.type == "npu":
-            return collective_backend([self.root_device])
-        backend: str = super()._get_process_group_backend()  # type: ignore[misc]
-        return backend
 
     def join_ranks(
         self, backend: str, silence: float, timeout: timedelta = MIN_RENDEZVOUS, device_id: torch.device | None = None
@@ -177,6 +161,10 @@ class MonitoredRanks(ParallelStrategy, ABC):
             self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, silence, end)
             self._heartbeats.start()
 
+    def working(self, what: str, grace: float = 0.0) -> AbstractContextManager[None]:
+        """Return a context in which this rank counts as hanging after its timeout; see :meth:`Heartbeats.working`."""
+        return nullcontext() if self._heartbeats is None else self._heartbeats.working(what, grace)
+
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context for waiting for other ranks, which does not count as a hang."""
         return nullcontext() if self._heartbeats is None else self._heartbeats.waiting()
@@ -192,10 +180,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
 
     @override
     def reduce(
-        self,
-        tensor: Tensor,
-        group: dist.ProcessGroup | None = None,
-        reduce_op: dist.ReduceOp | str | None = "mean",
+        self, tensor: Tensor, group: dist.ProcessGroup | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
         """Reduce over the ranks; computes means of integers in float64, since gloo would truncate them."""
         if self.world_size == 1 or not isinstance(tensor, Tensor) or not dist.is_initialized():

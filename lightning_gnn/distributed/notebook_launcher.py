@@ -27,13 +27,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from lightning_gnn.distributed.exceptions import is_communication_error
 from lightning_gnn.runtime.devices import num_cores
-from lightning_gnn.runtime.lightning import (
-    PACKAGE,
-    ModelCheckpoint,
-    ParallelStrategy,
-    find_free_network_port,
-    pl,
-)
+from lightning_gnn.runtime.lightning import PACKAGE, ModelCheckpoint, ParallelStrategy, find_free_network_port, pl
 from lightning_gnn.runtime.mapped_files import LEAST, MappedFiles
 from lightning_gnn.runtime.shared_arrays import file_in_memory
 

@@ -17,25 +17,19 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_gnn.distributed.engines import check_num_ranks, find_engine
-from lightning_gnn.distributed.loss_weights import (
-    LOSS_CHECKS,
-    explain_weighting,
-    format_warning,
-    get_loss,
-    get_weight,
-)
+from lightning_gnn.distributed.loss_weights import LOSS_CHECKS, explain_weighting, format_warning, get_loss, get_weight
 from lightning_gnn.distributed.metric_sync import share_metrics_on_host
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
 from lightning_gnn.distributed.module_tree import named_parts
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary, StepSync
 from lightning_gnn.distributed.stop_on_signal import StopOnSignal
-from lightning_gnn.runtime.lightning import STEP_OUTPUT, DDPStrategy, Strategy, TrainerFn, do_nothing_closure, pl
+from lightning_gnn.runtime.lightning import STEP_OUTPUT, Strategy, TrainerFn, do_nothing_closure, pl
 
 log = logging.getLogger(__name__)
 
 
-class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
+class WeightedDDPStrategy(MonitoredRanks):
     """DDP over shares of a mini-batch, with the gradients of the undivided mini-batch."""
 
     # DDP's wrapper is not used, since it would average gradients evenly. Instead, each loss is multiplied by its share
@@ -116,12 +110,6 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         check_num_ranks(self)
         super().connect(model)
-
-    @override
-    def setup_environment(self) -> None:
-        """Set the current device, also for mixed precision, and connect the ranks."""
-        log.debug(f"{self.__class__.__name__}: setting up distributed")
-        super().setup_environment()
 
     def _connect(self, silence: float, accelerators: Sequence[int] = ()) -> None:
         """Create the process group and the groups of mixed devices. All ranks must call this."""
@@ -215,7 +203,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         sync = self._training_sync
-        output = self._run_step("training_step", super().training_step, args, kwargs)
+        output = self._run_step("training_step", args, kwargs)
         if sync is None:
             return output
         # With manual optimization, the step included the backward passes.
@@ -236,10 +224,9 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         self._check_loss(sync, loss)
         return output
 
-    def _run_step(
-        self, name: str, step: Callable[..., STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> STEP_OUTPUT:
+    def _run_step(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
         """Run a step of the module and collect the values that it logs."""
+        step: Callable[..., STEP_OUTPUT] = getattr(super(), name)
         with self.batch_context(name, args), self.user_code(name):
             if self._sync is None or name == "predict_step":
                 return step(*args, **kwargs)
@@ -332,21 +319,22 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
 
     # -- evaluation
 
+    def _evaluate(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
+        output = self._run_step(name, args, kwargs)
+        self._all_gather_step(name)
+        return output
+
     @override
     def validation_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        output = self._run_step("validation_step", super().validation_step, args, kwargs)
-        self._all_gather_step("validation_step")
-        return output
+        return self._evaluate("validation_step", args, kwargs)
 
     @override
     def test_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        output = self._run_step("test_step", super().test_step, args, kwargs)
-        self._all_gather_step("test_step")
-        return output
+        return self._evaluate("test_step", args, kwargs)
 
     @override
     def predict_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        return self._run_step("predict_step", super().predict_step, args, kwargs)
+        return self._run_step("predict_step", args, kwargs)
 
     # -- the end
 

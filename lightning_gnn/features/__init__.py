@@ -11,10 +11,4 @@ from lightning_gnn.features.disk_features import DiskFeatures
 from lightning_gnn.features.hot_cache import CachedAdjacency, RowCache, top_accessed
 from lightning_gnn.features.table import FeatureTable
 
-__all__ = [
-    "CachedAdjacency",
-    "DiskFeatures",
-    "FeatureTable",
-    "RowCache",
-    "top_accessed",
-]
+__all__ = ["CachedAdjacency", "DiskFeatures", "FeatureTable", "RowCache", "top_accessed"]

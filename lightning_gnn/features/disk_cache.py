@@ -52,7 +52,7 @@ class BeladyCache:
         self._links = np.full((2, self.num_slots), -1, np.int32)
         self._lists = self.most_reads + 2  # one per announced read, by its number modulo, and one for NEVER
         self._ends = np.full((2, self._lists), -1, np.int32)
-        self._stamp = np.zeros(self.num_slots, np.int32)
+        self.stamps = np.zeros(self.num_slots, np.int32)  # with which each slot was last assigned, int32 [num_slots]
         self._counts = np.array([0, 0], np.int64)
         # Ring buffer of the rows of all announced reads, each with the number of the following read of the same row.
         self._window = np.full((2, _FIRST_WINDOW), -1, np.int32)
@@ -107,18 +107,13 @@ class BeladyCache:
         """Assign slots to those of the unique ``rows``, int64 ``[n]``, that are needed sooner; return a stamp."""
         self._round += 1
         order = np.argsort(self.next_read[rows], kind="stable")
-        _assign_slots(rows[order], self._first, self.announced, self._round, self._stamp, self.next_read, self._state)
+        _assign_slots(rows[order], self._first, self.announced, self._round, self.stamps, self.next_read, self._state)
         return self._round
 
     def fill(self, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> None:
         """Assign free slots, with the last stamp, to unannounced rows ``low[k]`` to ``high[k] - 1``, int64 ``[n]``."""
         if self._counts[0] < self.num_slots:
-            _fill_free_slots(low, high, self._round, self._stamp, self.next_read, self._state)
-
-    @property
-    def stamps(self) -> _Ints:
-        """The stamp with which each slot was last assigned, int32 ``[num_slots]``."""
-        return self._stamp
+            _fill_free_slots(low, high, self._round, self.stamps, self.next_read, self._state)
 
     @property
     def _state(self) -> _Slots:

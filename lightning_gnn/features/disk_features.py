@@ -201,7 +201,7 @@ class DiskFeatures:
         to_cache = rows[first]
         # Also cache rows in the same blocks that later mini-batches need, since reading them costs nothing more.
         if cache.announced:
-            extra = extra_rows(ranges.rows, ranges.low, ranges.high, rows, cache.slot, cache.next_read, NEVER)
+            extra = extra_rows(ranges.begins, ranges.low, ranges.high, rows, cache.slot, cache.next_read, NEVER)
             to_cache = np.concatenate([to_cache, extra])
         # Assign the slots before the read, which copies rows to their slots directly.
         stamp = cache.keep(to_cache)

@@ -7,7 +7,6 @@ import mmap
 import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,16 +28,14 @@ _pread: Any = types.ExternalFunction("pread", types.int64(types.int32, types.uin
 _memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uintp))
 _JOBS_PER_THREAD = 4  # for threads without a queue: small jobs balance the load when some reads are slow
 SHORT, REFUSED = 1, -1  # status of a failed range: the file ended, or the system reported an error
-Layout = tuple[int, int, int]  # offset of the first row in the file, bytes of a row, number of rows
 
 
-@dataclass(frozen=True)
-class Ranges:
+class Ranges(NamedTuple):
     """Ranges of blocks that cover the requested rows."""
 
     first: npt.NDArray[np.int64]  # first block of each range, counted from the beginning of the file, int64 [n]
     blocks: npt.NDArray[np.int64]  # number of blocks of each range, int64 [n]
-    rows: npt.NDArray[np.int64]  # offsets of each range's rows among the requested rows, int64 [n + 1]
+    begins: npt.NDArray[np.int64]  # offsets of each range's rows among the requested rows, int64 [n + 1]
     low: npt.NDArray[np.int64]  # first row that each range contains completely, int64 [n]
     high: npt.NDArray[np.int64]  # end of those rows, int64 [n]
 
@@ -56,11 +53,8 @@ class _Job(NamedTuple):
     """Ranges to read and the destinations of their rows; the fields follow :meth:`DirectReader.read`."""
 
     descriptor: int
-    first: npt.NDArray[np.int64]
-    blocks: npt.NDArray[np.int64]
-    begins: npt.NDArray[np.int64]
-    low: npt.NDArray[np.int64]
-    high: npt.NDArray[np.int64]
+    offset: int  # of the first row in the file, in bytes
+    ranges: Ranges
     rows: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
     out: npt.NDArray[np.uint8]
@@ -68,7 +62,6 @@ class _Job(NamedTuple):
     stamps: npt.NDArray[np.int32]
     stamp: int
     slot_bytes: npt.NDArray[np.uint8]
-    layout: Layout
 
 
 class DirectReader:
@@ -104,13 +97,6 @@ class DirectReader:
         self._threads.shutdown(cancel_futures=True)
         self._release()
 
-    def _detach_from_parent(self) -> None:
-        """Disable the inherited finalizers: the parent still uses its queues, whose handles are only valid there."""
-        self._release.detach()
-        for _, queue in self._idle_buffers:
-            if queue is not None:
-                queue.close.detach()
-
     def read(
         self,
         ranges: Ranges,
@@ -126,14 +112,17 @@ class DirectReader:
         if not ranges.first.size:
             return
         if self._process != os.getpid():
-            self._detach_from_parent()
+            # Disable the inherited finalizers: the parent uses its queues, whose handles are only valid there.
+            self._release.detach()
+            for _, queue in self._idle_buffers:
+                if queue is not None:
+                    queue.close.detach()
             self._start_threads()
         ends = np.cumsum(ranges.blocks)
         num_jobs = min(self._num_threads if self._queued else self._num_threads * _JOBS_PER_THREAD, ranges.first.size)
         cuts = np.searchsorted(ends, np.linspace(0, ends[-1], num_jobs + 1)[1:-1])
         bounds = [0, *np.unique(cuts).tolist(), ranges.first.size]
-        request = (ranges.first, ranges.blocks, ranges.rows, ranges.low, ranges.high, rows, places)
-        job = _Job(self._descriptor, *request, out, slot, stamps, stamp, slot_bytes, layout_of(self.file))
+        job = _Job(self._descriptor, self.file.offset, ranges, rows, places, out, slot, stamps, stamp, slot_bytes)
         jobs = [self._threads.submit(self._read, first, last, job) for first, last in pairwise(bounds) if last > first]
         failed = [error for job in jobs if (error := job.exception()) is not None]  # waits for all jobs
         if failed:
@@ -151,7 +140,7 @@ class DirectReader:
         finally:
             self._idle_buffers.append(idle)
         if stopped >= 0:
-            self._raise_read_error(int(job.first[stopped]), int(job.blocks[stopped]), failed)
+            self._raise_read_error(int(job.ranges.first[stopped]), int(job.ranges.blocks[stopped]), failed)
 
     def _raise_read_error(self, block: int, blocks: int, failed: int) -> None:
         """Raise an exception that explains a failed read."""
@@ -166,11 +155,6 @@ class DirectReader:
             f"{path} was truncated while in use: a read at byte {begin} returned {failed - SHORT} of {size} bytes; "
             "write it again"
         )
-
-
-def layout_of(file: FeatureFile) -> Layout:
-    """Return the layout of a file's rows as a tuple for compiled code."""
-    return file.offset, file.row_bytes, file.num_rows
 
 
 def reader_bytes(file: FeatureFile) -> int:
@@ -324,11 +308,11 @@ def _read_queued(
         count[half] = used = 0
         opened[half] = upcoming
         while stopped < 0 and upcoming < end and count[half] < depth:
-            size, number = job.blocks[upcoming] * BLOCK_BYTES, half * depth + count[half]
+            size, number = job.ranges.blocks[upcoming] * BLOCK_BYTES, half * depth + count[half]
             if used + size > capacity:
                 break
             address = buffer.ctypes.data + np.uintp(half * capacity + used)
-            set_read(reads, number, job.descriptor, address, size, job.first[upcoming] * BLOCK_BYTES)
+            set_read(reads, number, job.descriptor, address, size, job.ranges.first[upcoming] * BLOCK_BYTES)
             count[half] += 1
             upcoming += 1
             used += size
@@ -345,7 +329,7 @@ def _read_queued(
         used = half * capacity
         for number in range(count[half]):
             k = opened[half] + number
-            size = job.blocks[k] * BLOCK_BYTES
+            size = job.ranges.blocks[k] * BLOCK_BYTES
             if stopped < 0:
                 failed = _copy_range_out(job, buffer[used : used + size], k, got[half * depth + number])
                 if failed:
@@ -356,12 +340,13 @@ def _read_queued(
 @_njit
 def _copy_range_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) -> int:
     """Copy a range's rows to ``out`` and the cache; return 0, :data:`REFUSED`, or :data:`SHORT` plus the bytes read."""
-    width, address = job.out.shape[1], buffer.ctypes.data
-    start, size = job.first[k] * BLOCK_BYTES, job.blocks[k] * BLOCK_BYTES
+    ranges, width, address = job.ranges, job.out.shape[1], buffer.ctypes.data
+    start, size = ranges.first[k] * BLOCK_BYTES, ranges.blocks[k] * BLOCK_BYTES
+    ahead = job.offset - start  # position of the file's first row relative to the buffer
     # Bytes of the range that requested and cached rows need; the loop below reads those still missing.
-    needed = _row_offset(job.high[k], job.layout) - start
-    for i in range(job.begins[k], job.begins[k + 1]):
-        needed = max(needed, _row_offset(job.rows[i], job.layout) + width - start)
+    needed = ahead + ranges.high[k] * width
+    for i in range(ranges.begins[k], ranges.begins[k + 1]):
+        needed = max(needed, ahead + (job.rows[i] + 1) * width)
     got = max(got, 0)
     while got < needed:
         if got % BLOCK_BYTES:
@@ -372,19 +357,11 @@ def _copy_range_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) 
         if more == 0:
             return SHORT + got
         got += more
-    for i in range(job.begins[k], job.begins[k + 1]):
-        position = _row_offset(job.rows[i], job.layout) - start
-        _memcpy(job.out.ctypes.data + job.places[i] * width, address + position, width)
-    for row in range(job.low[k], job.high[k]):
+    for i in range(ranges.begins[k], ranges.begins[k + 1]):
+        source = address + np.uintp(ahead + job.rows[i] * width)
+        _memcpy(job.out.ctypes.data + job.places[i] * width, source, width)
+    for row in range(ranges.low[k], ranges.high[k]):
         slot = job.slot[row]
         if slot >= 0 and job.stamps[slot] == job.stamp:
-            position = _row_offset(row, job.layout) - start
-            _memcpy(job.slot_bytes.ctypes.data + slot * width, address + position, width)
+            _memcpy(job.slot_bytes.ctypes.data + slot * width, address + np.uintp(ahead + row * width), width)
     return 0
-
-
-@_njit
-def _row_offset(row: int, layout: Layout) -> int:
-    """Return the offset of a row in the file, in bytes."""
-    offset, row_bytes, _ = layout
-    return offset + row * row_bytes

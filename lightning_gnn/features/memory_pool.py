@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,13 +17,7 @@ from lightning_gnn.runtime.lightning import rank_zero_warn
 PLACES = ("auto", "device", "shard", "pinned")
 _AUTO_MEMORY_SHARE = 0.5  # "auto" uses this share of free device memory for one kind of data; the model needs the rest
 _MIN_POOLED_BYTES = 1 << 16
-_NUMPY_DTYPES: dict[torch.dtype, Any] = {
-    torch.float16: np.float16,
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-}
+_MAX_IDLE = 8  # blocks of one size
 
 
 class Pinnable(Protocol):
@@ -77,31 +71,26 @@ class BufferPool:
     Reusing blocks saves page faults, which would take longer than filling the buffer.
     """
 
-    def __init__(self, max_idle: int = 8) -> None:
-        self.max_idle = max_idle
+    def __init__(self) -> None:
         self._idle: dict[int, deque[np.ndarray]] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor; small ones, and dtypes that NumPy lacks, bypass the pool."""
+        """Return an uninitialized contiguous tensor; small ones bypass the pool."""
         size = math.prod(shape) * dtype.itemsize
-        if size < _MIN_POOLED_BYTES or dtype not in _NUMPY_DTYPES:
+        if size < _MIN_POOLED_BYTES:
             return torch.empty(tuple(shape), dtype=dtype)
-        size_class = _round_up_size(size)
+        # Round up in steps of about an eighth, so that batches of similar size share blocks.
+        step = 1 << max((size - 1).bit_length() - 3, 12)
+        size_class = -(-size // step) * step
         # No lock: a finalizer may run at any point and could deadlock. Appending to and popping from a deque is atomic.
-        idle = self._idle.setdefault(size_class, deque(maxlen=self.max_idle))
+        idle = self._idle.setdefault(size_class, deque(maxlen=_MAX_IDLE))
         try:
             block = idle.pop()
         except IndexError:
             block = np.empty(size_class, np.uint8)
-        view = block[:size].view(_NUMPY_DTYPES[dtype]).reshape(tuple(shape))
+        view = block[:size]
         weakref.finalize(view, idle.append, block).atexit = False
-        return torch.from_numpy(view)
-
-
-def _round_up_size(size: int) -> int:
-    """Round up in steps of about an eighth, so that batches of similar size share blocks."""
-    step = 1 << max((size - 1).bit_length() - 3, 12)
-    return -(-size // step) * step
+        return torch.frombuffer(view, dtype=dtype).view(tuple(shape))
 
 
 pool = BufferPool()  # shared by all samplers and gathers of this process

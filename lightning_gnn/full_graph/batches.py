@@ -19,6 +19,7 @@ from lightning_gnn.full_graph.labeled_edges import shard_labeled_edges
 from lightning_gnn.full_graph.plan import Ownership, shard_rows
 from lightning_gnn.full_graph.shard import RowShard
 from lightning_gnn.nn.conv.graph import keep_constant
+from lightning_gnn.runtime.devices import all_gather_objects
 from lightning_gnn.runtime.lightning import move_data_to_device
 from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.runtime.store import checksum
@@ -74,8 +75,7 @@ def check_equal(graph: CompressedGraph, masks: dict[str, Tensor], memory_limit: 
         checksum(*masks.values(), sorted(masks)),
         memory_limit,
     )
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    gathered = all_gather_objects(own)
     for name, index in (("graph", 1), ("splits", 2)):
         different = [other for other, values in enumerate(gathered) if values[index] != gathered[0][index]]
         if different:

@@ -23,7 +23,7 @@ def check_norms(model: nn.Module) -> None:
     layers = [
         f"{name} ({type(layer).__name__})"
         for name, layer in model.named_modules()
-        if (isinstance(layer, _NORMS_OVER_NODES) and not _is_synchronized(layer))
+        if (isinstance(layer, _NORMS_OVER_NODES) and not isinstance(getattr(layer, "module", layer), nn.SyncBatchNorm))
         or (isinstance(layer, pyg.LayerNorm) and layer.mode == "graph")
     ]
     if layers:
@@ -32,8 +32,3 @@ def check_norms(model: nn.Module) -> None:
             "on the number of devices; use LayerNorm(mode='node') or another norm over features, "
             "Trainer(sync_batchnorm=True) for batch normalization on GPUs, or one device"
         )
-
-
-def _is_synchronized(layer: nn.Module) -> bool:
-    """Whether this is a ``SyncBatchNorm``, or PyG's wrapper of one."""
-    return isinstance(layer, nn.SyncBatchNorm) or isinstance(getattr(layer, "module", None), nn.SyncBatchNorm)

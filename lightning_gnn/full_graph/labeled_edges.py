@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -15,6 +14,7 @@ from lightning_gnn.compressed.locality_partition import even_bounds
 from lightning_gnn.full_graph.exchange import SliceAllToAll, exchange_row_ownership, rows_to_slice
 from lightning_gnn.full_graph.plan import Ownership
 from lightning_gnn.full_graph.shard import RowShard
+from lightning_gnn.runtime.devices import all_gather_objects
 from lightning_gnn.runtime.store import checksum
 
 _NODES = ("edge_label_index", "src_index", "dst_pos_index", "dst_neg_index")
@@ -60,8 +60,7 @@ def shard_labeled_edges(batch: Data, graph: RowShard, owners: Ownership) -> Labe
             f"{found} has {num_edges} labeled edges, but there are {num_ranks} ranks, and each needs one; use at most "
             f"{max(num_edges, 1)} devices"
         )
-    sums: list[Any] = [None] * num_ranks
-    dist.all_gather_object(sums, checksum(*(value.cpu() for value in given.values()), sorted(given)), group=group)
+    sums = all_gather_objects(checksum(*(value.cpu() for value in given.values()), sorted(given)), group)
     if different := [other for other, value in enumerate(sums) if value != sums[0]]:
         raise ValueError(
             f"all ranks must have the same labeled edges, but rank {', '.join(map(str, different))} differs from "

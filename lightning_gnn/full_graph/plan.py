@@ -25,6 +25,8 @@ from lightning_gnn.compressed.hybrid_plan import (
     slice_columns,
 )
 
+_EDGE_BYTES = 28  # per direction a column, a packed one for compiled loops, a weight; and the edge of the other one
+
 
 def plan_devices(
     num_columns: int,
@@ -35,7 +37,6 @@ def plan_devices(
     memory_limit: int | None = None,
     *,
     element_size: int = 4,
-    edge_bytes: int = 28,
 ) -> HybridPlan:
     """Plan one layer on several devices: a rank owns V / N rows for dense layers, and one slice of one range.
 
@@ -45,7 +46,7 @@ def plan_devices(
         ``2 * (1 - 1/N) * D * (sum over g of C_g + V)`` numbers,
 
     with a minimum at M = N. Rank (m, g) stores its edges in both directions, C_g and V_g rows of D_m columns, and twice
-    V / N whole rows: ``E_g * edge_bytes + ((C_g + V / G) * D_m + 2 * V / N * D) * element_size`` bytes; with M = N,
+    V / N whole rows: ``28 * E_g + ((C_g + V / G) * D_m + 2 * V / N * D) * element_size`` bytes; with M = N,
     these are all edges. The smallest volume that fits into memory is chosen, with the larger M in a tie.
 
     Args:
@@ -56,8 +57,6 @@ def plan_devices(
         num_groups: M, a divisor of N, or ``"auto"``.
         memory_limit: Bytes that a rank may use in total; None for no limit.
         element_size: Bytes of a feature.
-        edge_bytes: Bytes that a rank stores per edge: for each direction a column, a packed column for compiled loops,
-            and a weight; and the index of the edge in the other direction.
 
     Raises:
         TypeError: The loads are not integers.
@@ -86,7 +85,7 @@ def plan_devices(
         width = max(stop - start for start, stop in slice_columns(num_columns, groups))
         slice_rows = min(num_rows, max(edges)) + num_rows * groups / num_ranks
         dense = 2 * num_rows / num_ranks * num_columns
-        memory = max(edges) * edge_bytes + (slice_rows * width + dense) * element_size
+        memory = max(edges) * _EDGE_BYTES + (slice_rows * width + dense) * element_size
         note = "too large" if memory_limit is not None and memory > memory_limit else ""
         candidates.append(GroupingCost(groups, volume, {"bytes per rank": memory}, note))
     # Groupings that exceed the memory limit remain in the plan with a note, but are not eligible.

@@ -92,7 +92,7 @@ class RowShard:
         self.plan: HybridPlan = plan_devices(
             num_columns if num_groups != "auto" else max(num_columns, owners.num_ranks),
             owners.order.numel(),
-            self._loads(),
+            self._degrees().numpy(),
             owners.num_ranks,
             num_groups,
             memory_limit,
@@ -168,7 +168,9 @@ class RowShard:
         shard = self.with_self_loops() if add_self_loops else self
         if edge_weight is None:
             dtype = dtype or torch.get_default_dtype()
-            return shard._get_or_create(("gcn_weight", dtype), lambda: shard._unweighted_norm(dtype))
+            return shard._get_or_create(
+                ("gcn_weight", dtype), lambda: shard._normalize(shard._degrees().to(dtype), None)
+            )
         self.whole.check_edge_values(edge_weight, "edge_weight")
         edge_weight = edge_weight.to(self.whole.device)
         # Self-loops added here have weight 1, or 2 if improved; those added by an earlier call have weight 0.
@@ -266,7 +268,7 @@ class RowShard:
     def _extract_range(self, num_groups: int) -> _Range:
         # With M' groups, rank m + g * M is member g * (M / M') + m div M': its new range is a part of the original one.
         finer, member = self.plan.num_groups // num_groups, self.rank // num_groups
-        loads = self._loads()
+        loads = self._degrees().numpy()
         start, stop = self.plan.chunk_ranges[member // finer]
         first, last = (start + row for row in balance_ranges(loads[start:stop], finer)[member % finer])
         edge_start = int(loads[:first].sum())
@@ -291,9 +293,9 @@ class RowShard:
             own, counts = exchange_row_ownership(self.rank, rows, offsets, cut.num_groups, self.process_group)
         return {"own": own, "counts": counts, "num_rows": self.num_targets, "group": self.process_group}
 
-    def _loads(self) -> np.ndarray:
+    def _degrees(self) -> Tensor:
         """Return the number of edges of each forward row; not cached, since it has one entry per vertex."""
-        return self._looped_degrees(self.whole.forward.degrees()).numpy()
+        return self._looped_degrees(self.whole.forward.degrees())
 
     def _user_edges(self) -> UserEdges:
         """Return the user's edges in this rank's range."""
@@ -302,10 +304,6 @@ class RowShard:
     def _looped_degrees(self, degrees: Tensor) -> Tensor:
         """Return the degrees, adjusted to exactly one self-loop per vertex if the shard has self-loops."""
         return degrees if self._loops is None else degrees + 1 - self._loops
-
-    def _unweighted_norm(self, dtype: torch.dtype) -> Tensor:
-        """Return the GCN weights of an unweighted graph."""
-        return self._normalize(self._looped_degrees(self.whole.forward.degrees()).to(dtype), None)
 
     def _normalize(self, degrees: Tensor, values: Tensor | None) -> Tensor:
         """Divide this rank's edge values by the square roots of the degrees of both endpoints."""

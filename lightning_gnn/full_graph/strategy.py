@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -264,12 +264,9 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
 
         Gradient checkpointing recomputes parts of the step there.
         """
-        is_manual = not self._module.automatic_optimization  # backward runs inside the step's context
-        with ExitStack() as stack:
-            if self._heartbeats is not None:
-                stack.enter_context(self._heartbeats.working(name))
-            if name == "backward" and not is_manual and self._dropout is not None:
-                stack.enter_context(self._dropout)
+        # With manual optimization, backward runs inside the step's context.
+        dropout = self._dropout if name == "backward" and self._module.automatic_optimization else None
+        with self.working(name), nullcontext() if dropout is None else dropout:
             yield
 
     @override

@@ -59,7 +59,8 @@ def collate(
             if key in target:
                 del target[key]
         if row is not None:
-            target.edge_index = _stack_edge_index(row, col)
+            base = shared_base(row, col)  # no copy if both are the rows of one tensor
+            target.edge_index = torch.stack([row, col]) if base is None else base
 
         # Select the subgraph's rows of node and edge attributes; other attributes are passed through.
         for key in store:
@@ -135,10 +136,7 @@ def attach_seed_metadata(batch: Batch, out: Output, seeds: NodeSamplerInput) -> 
 
 
 def attach_edge_metadata(
-    batch: Batch,
-    out: Output,
-    seeds: EdgeSamplerInput,
-    neg_sampling: NegativeSampling | None,
+    batch: Batch, out: Output, seeds: EdgeSamplerInput, neg_sampling: NegativeSampling | None
 ) -> None:
     """Attach ``input_id`` and the labeled edges, or the triplets, as local node ids."""
     edges = source = target = batch
@@ -154,9 +152,3 @@ def attach_edge_metadata(
     for key in ("edge_label_index", "edge_label_time"):
         if key in edges:
             del edges[key]
-
-
-def _stack_edge_index(row: Tensor, col: Tensor) -> Tensor:
-    """Return ``edge_index``, without a copy if ``row`` and ``col`` are the rows of one tensor."""
-    base = shared_base(row, col)
-    return torch.stack([row, col]) if base is None else base

@@ -199,8 +199,8 @@ class _PartitionedMixin(MiniBatchDataModule):
             epoch = self.position.passes if self.trainer is None else self.trainer.current_epoch
             counts = count_future(loader, remote, epoch, self.count_batches)
             row_bytes = [remote.row_bytes(number) for number in range(len(counts))]
-            remote.fill_cache(top_accessed_rows(counts, row_bytes, self.cache))
-            rank_zero_info(f"cached rows of other parts: {remote.num_cached_rows}")
+            num_cached = remote.fill_cache(top_accessed_rows(counts, row_bytes, self.cache))
+            rank_zero_info(f"cached rows of other parts: {num_cached}")
 
     def teardown(self, stage: str) -> None:
         """Disconnect from the other ranks once all are done. All ranks must call this."""

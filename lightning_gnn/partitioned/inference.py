@@ -23,8 +23,8 @@ from lightning_gnn.nn.hetero.rows import LayerInput, TypedRows
 from lightning_gnn.nn.inference import FullInference, GraphBlock, Layer, layers_of
 from lightning_gnn.nn.run_model import edge_arguments
 from lightning_gnn.partitioned.folder import GraphPart, Partition
-from lightning_gnn.partitioned.remote import Remote, as_bytes
-from lightning_gnn.partitioned.shard import holders
+from lightning_gnn.partitioned.remote import Remote
+from lightning_gnn.partitioned.shard import as_bytes, holders
 
 _MAX_BLOCK_EDGES = 1 << 24  # even if more fit the memory limit
 _MIN_BLOCK_BYTES = 1 << 20  # even if the memory limit is smaller
@@ -62,7 +62,7 @@ class PublishedRows:
                 indices = np.minimum(np.searchsorted(part_ids, ids), part_ids.size - 1)
                 hits = np.flatnonzero(part_ids[indices] == ids)
                 out[torch.from_numpy(hits)] = values[torch.from_numpy(indices[hits])]
-        return out.view(torch.uint8).numpy() if out.numel() else np.empty((ids.size, 0), np.uint8)
+        return as_bytes(out)
 
 
 class PartBlock(GraphBlock):

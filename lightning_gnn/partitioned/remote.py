@@ -13,7 +13,7 @@ from lightning_gnn.ops.sample.numba import Fetch, Picks
 from lightning_gnn.ops.sample.relation import PickOptions, Relation, TimeWindow, stage_key
 from lightning_gnn.partitioned.exchange import RankRPC
 from lightning_gnn.partitioned.folder import Partition
-from lightning_gnn.partitioned.shard import Shard, holders
+from lightning_gnn.partitioned.shard import Shard, as_bytes, holders
 
 
 class Remote:
@@ -93,16 +93,12 @@ class Remote:
         info = self.partition.nodes[node_type]
         return sum(math.prod(info.shape(key)[1:]) * info.dtype(key).itemsize for key in info.attributes)
 
-    def fill_cache(self, nodes: Sequence[np.ndarray]) -> None:
-        """Read and cache the rows of nodes of other parts, ascending int64 ids by node type."""
+    def fill_cache(self, nodes: Sequence[np.ndarray]) -> int:
+        """Read and cache the rows of nodes of other parts, ascending int64 ids by node type; return their number."""
         for node_type, ids in enumerate(nodes):
             keys = list(self.partition.nodes[node_type].attributes)
             self._cache[node_type] = ids, self.node_rows(node_type, ids, keys)
-
-    @property
-    def num_cached_rows(self) -> int:
-        """Number of cached rows of other parts."""
-        return sum(ids.size for ids, _ in self._cache)
+        return sum(ids.size for ids in nodes)
 
     def edge_rows(self, edge_type: int, edges: np.ndarray, keys: Sequence[str | None]) -> dict[Any, Tensor]:
         """Return rows of edge attributes by edge number over all parts; the key None returns edge ids."""
@@ -156,9 +152,3 @@ def _concatenate(count: int, picks_by_part: Sequence[tuple[np.ndarray, Picks]]) 
         position = np.repeat(begins - own_begins, picks.counts) + np.arange(picks.source.size)
         source[position], place[position] = picks.source, picks.place
     return Picks(counts, source, place)
-
-
-def as_bytes(rows: Tensor) -> np.ndarray:
-    """View rows as bytes, uint8 ``[n, bytes]``, for both reading and writing."""
-    flat = rows.view(rows.size(0), -1) if rows.numel() else rows.new_empty((rows.size(0), 0))
-    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty((rows.size(0), 0), np.uint8)

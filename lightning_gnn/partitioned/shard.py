@@ -69,7 +69,8 @@ class Shard:
         for part, nodes in requests:
             graph_part = self.parts[part]
             indices = torch.from_numpy(graph_part.local_indices(node_type, nodes))
-            out.append([_gather_bytes(graph_part.node_rows[node_type][key], indices) for key in keys])
+            rows = graph_part.node_rows[node_type]
+            out.append([as_bytes(rows[key].index_select(0, indices)) for key in keys])
         return out
 
     def edge_rows(
@@ -79,18 +80,13 @@ class Shard:
         out = []
         for part, edges in requests:
             graph_part, indices = self.parts[part], torch.from_numpy(edges)
-            out.append([
-                graph_part.edge_ids[edge_type][indices].numpy().astype(np.int64)[:, None].view(np.uint8)
-                if key is None else _gather_bytes(graph_part.edge_rows[edge_type][key], indices)
-                for key in keys
-            ])  # fmt: skip
+            rows: dict[Any, Tensor] = {None: graph_part.edge_ids[edge_type], **graph_part.edge_rows[edge_type]}
+            gathered = {key: rows[key].index_select(0, indices) for key in keys}
+            out.append([as_bytes(values.long() if key is None else values) for key, values in gathered.items()])
         return out
 
 
-def _gather_bytes(rows: Tensor, indices: Tensor) -> np.ndarray:
-    """Gather rows as bytes, uint8 ``[n, bytes]``: NumPy and most wire formats lack bfloat16."""
-    gathered = rows.index_select(0, indices).reshape(indices.numel(), -1)
-    width = gathered.size(1) * gathered.element_size()
-    if not gathered.numel():
-        return np.empty((indices.numel(), width), np.uint8)
-    return gathered.view(torch.uint8).numpy()
+def as_bytes(rows: Tensor) -> np.ndarray:
+    """View rows as bytes, uint8 ``[n, bytes]``, to read and write them: NumPy and most wire formats lack bfloat16."""
+    flat = rows.view(rows.size(0), -1) if rows.numel() else rows.new_empty((rows.size(0), 0))
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty((rows.size(0), 0), np.uint8)

@@ -15,14 +15,7 @@ from lightning_gnn.runtime.files import write_whole
 if TYPE_CHECKING:  # rich is a dependency of the command only
     from rich.console import Console
 
-NAMES = {
-    "acc": "accuracy",
-    "auc": "AUC",
-    "f1": "F1 score",
-    "mae": "mean absolute error",
-    "mrr": "MRR",
-    "loss": "loss",
-}
+NAMES = {"acc": "accuracy", "auc": "AUC", "f1": "F1 score", "mae": "mean absolute error", "mrr": "MRR", "loss": "loss"}
 METRIC_STAGES = {"test": "Test", "val": "Validation"}
 BOUNDED = ("acc", "auc", "mrr")  # scores from 0 to 1
 LOWER_IS_BETTER = ("mae", "mse", "rmse", "ece")

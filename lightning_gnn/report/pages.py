@@ -102,7 +102,7 @@ def _templates() -> Environment:
         "minute": lambda time: f"{time:%Y-%m-%d %H:%M}",
         "number": number,
         "of": lambda key, row: row.get(key, ""),
-        "pairs": _pairs,
+        "pairs": lambda value: [*value.items()] if isinstance(value, dict) else [],
         "quote": shlex.quote,
         "score": lambda key, row, name=None: figures.shown(name or key, row.get(key)),
         "seconds": figures.format_seconds,
@@ -110,10 +110,6 @@ def _templates() -> Environment:
         "text": _read_text_or_none,
     }
     return environment
-
-
-def _pairs(value: object) -> list[tuple[object, object]]:
-    return [*value.items()] if isinstance(value, dict) else []
 
 
 def _format_setting(value: object) -> str:

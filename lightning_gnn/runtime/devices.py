@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnn.runtime.lightning import MixedPrecision, Precision
 
+T = TypeVar("T")
 DEVICE_BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 """Backends of ``torch.distributed`` for collectives among accelerators."""
 
@@ -88,6 +91,13 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return (tensor,)
+
+
+def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the objects of all ranks. All ranks must call this."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def collective_backend(devices: Iterable[torch.device]) -> str:

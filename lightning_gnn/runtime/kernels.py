@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from functools import cache
 from pathlib import Path
 
 import numba
@@ -18,7 +19,6 @@ from numba.core import event
 
 from lightning_gnn.runtime.store import say_once
 
-_said = _said_of_gpu = False
 _count = 0
 
 
@@ -65,7 +65,7 @@ def say_when_compiling() -> None:
     timers = threading.local()  # of each compiling thread
 
     def begin(**compilation: object) -> None:
-        timers.own = threading.Timer(3, _say_of_gpu)
+        timers.own = threading.Timer(3, _say, ["compiling GPU kernels (once)…"])
         timers.own.daemon = True
         timers.own.start()
 
@@ -78,33 +78,26 @@ def say_when_compiling() -> None:
         knobs.runtime.jit_cache_hook, knobs.compilation.listener = begin, end
 
 
-def _say_of_gpu() -> None:
-    global _said_of_gpu
-    if not _said_of_gpu and _is_first_rank():
-        print("compiling GPU kernels (once)…", file=sys.stderr, flush=True)
-    _said_of_gpu = True
-
-
-def _is_first_rank() -> bool:
+@cache
+def _say(message: str) -> None:
+    """Print a message on rank 0, once."""
     from lightning_gnn.runtime.lightning import rank_zero_only
 
-    return getattr(rank_zero_only, "rank", 0) in (0, None)
+    if getattr(rank_zero_only, "rank", 0) in (0, None):
+        print(message, file=sys.stderr, flush=True)
 
 
 class _Listener(event.Listener):
     """Counts the kernels that numba compiles; prints a message for the first one, on a terminal or in a notebook."""
 
     def on_start(self, event: event.Event) -> None:
-        global _count, _said
+        global _count
         kernel = event.data["dispatcher"]
         if not str(kernel.py_func.__module__).startswith("lightning_gnn.") or kernel.stats.cache_path is None:
             return
         _count += 1
-        if _said:
-            return
-        _said = True
-        if _is_first_rank() and (sys.stderr.isatty() or "ipykernel" in sys.modules):
-            print("compiling kernels…", file=sys.stderr, flush=True)
+        if sys.stderr.isatty() or "ipykernel" in sys.modules:
+            _say("compiling kernels…")
 
     def on_end(self, event: event.Event) -> None:
         """Do nothing; numba requires the method."""

@@ -18,6 +18,7 @@ from types import FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 _PACKAGES = ("pytorch_lightning", "lightning.pytorch")
+_NOT_CALLERS = ("lightning_gnn", "lightning", "lightning_fabric", "pytorch_lightning", "importlib")
 _IMPORTS = {"pytorch_lightning": "import pytorch_lightning as pl", "lightning.pytorch": "import lightning as L"}
 
 
@@ -34,14 +35,7 @@ def _globals_of_callers() -> Iterator[dict[str, Any]]:
     """Yield the global names of the calling modules, innermost first, and of the script, not Lightning's or ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module.split(".")[0] not in (
-            "lightning_gnn",
-            "lightning",
-            "lightning_fabric",
-            "pytorch_lightning",
-            "importlib",
-        ):
+        if str(frame.f_globals.get("__name__", "")).split(".")[0] not in _NOT_CALLERS:
             yield frame.f_globals
         frame = frame.f_back
     yield vars(sys.modules["__main__"])
@@ -120,92 +114,69 @@ def _describe_mismatch(what: str, other: str) -> str:
     )
 
 
-# The names of both lists are the same; a type checker reads the first one.
+# A type checker reads the first package.
 if TYPE_CHECKING or PACKAGE == "pytorch_lightning":
+    import lightning_fabric as fabric
     import pytorch_lightning as pl
-    from lightning_fabric.accelerators.registry import _AcceleratorRegistry
-    from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
-    from lightning_fabric.plugins.environments.lightning import find_free_network_port
-    from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
-    from lightning_fabric.strategies.registry import _StrategyRegistry
-    from lightning_fabric.utilities import device_parser
-    from lightning_fabric.utilities.apply_func import move_data_to_device
-    from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
-    from lightning_fabric.utilities.distributed import (
-        DistributedSamplerWrapper,
-        _init_dist_connection,
-        _sync_ddp_if_available,
-    )
-    from lightning_fabric.utilities.exceptions import MisconfigurationException
-    from lightning_fabric.utilities.imports import _IS_INTERACTIVE
-    from lightning_fabric.utilities.seed import reset_seed
-    from lightning_fabric.utilities.types import _DEVICE
-    from pytorch_lightning.accelerators import Accelerator, AcceleratorRegistry, CPUAccelerator
-    from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, WeightAveraging
-    from pytorch_lightning.core.optimizer import do_nothing_closure
-    from pytorch_lightning.overrides.distributed import (
-        UnrepeatedDistributedSampler,
-        UnrepeatedDistributedSamplerWrapper,
-    )
-    from pytorch_lightning.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-    from pytorch_lightning.strategies import (
-        DDPStrategy,
-        ParallelStrategy,
-        SingleDeviceStrategy,
-        Strategy,
-        StrategyRegistry,
-    )
-    from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-    from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
-    from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-    from pytorch_lightning.trainer.states import RunningStage, TrainerFn, TrainerStatus
-    from pytorch_lightning.utilities import CombinedLoader, rank_zero_info, rank_zero_only, rank_zero_warn
-    from pytorch_lightning.utilities.exceptions import SIGTERMException
-    from pytorch_lightning.utilities.model_helpers import is_overridden
-    from pytorch_lightning.utilities.seed import isolate_rng
-    from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
-    from pytorch_lightning.utilities.types import STEP_OUTPUT
+    from pytorch_lightning.overrides import distributed
+    from pytorch_lightning.trainer.connectors import accelerator_connector
+    from pytorch_lightning.trainer.connectors.logger_connector import result
 else:
+    import lightning.fabric as fabric
     import lightning.pytorch as pl
-    from lightning.fabric.accelerators.registry import _AcceleratorRegistry
-    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
-    from lightning.fabric.plugins.environments.lightning import find_free_network_port
-    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-    from lightning.fabric.strategies.registry import _StrategyRegistry
-    from lightning.fabric.utilities import device_parser
-    from lightning.fabric.utilities.apply_func import move_data_to_device
-    from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-    from lightning.fabric.utilities.distributed import (
-        DistributedSamplerWrapper,
-        _init_dist_connection,
-        _sync_ddp_if_available,
-    )
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-    from lightning.fabric.utilities.seed import reset_seed
-    from lightning.fabric.utilities.types import _DEVICE
-    from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry, CPUAccelerator
-    from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, WeightAveraging
-    from lightning.pytorch.core.optimizer import do_nothing_closure
-    from lightning.pytorch.overrides.distributed import (
-        UnrepeatedDistributedSampler,
-        UnrepeatedDistributedSamplerWrapper,
-    )
-    from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-    from lightning.pytorch.strategies import (
-        DDPStrategy,
-        ParallelStrategy,
-        SingleDeviceStrategy,
-        Strategy,
-        StrategyRegistry,
-    )
-    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-    from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-    from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_only, rank_zero_warn
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-    from lightning.pytorch.utilities.seed import isolate_rng
-    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-    from lightning.pytorch.utilities.types import STEP_OUTPUT
+    from lightning.pytorch.overrides import distributed
+    from lightning.pytorch.trainer.connectors import accelerator_connector
+    from lightning.pytorch.trainer.connectors.logger_connector import result
+
+_AcceleratorRegistry = fabric.accelerators.registry._AcceleratorRegistry
+CheckpointIO = fabric.plugins.CheckpointIO
+ClusterEnvironment = fabric.plugins.ClusterEnvironment
+TorchCheckpointIO = fabric.plugins.TorchCheckpointIO
+find_free_network_port = fabric.plugins.environments.lightning.find_free_network_port
+SLURMEnvironment = fabric.plugins.environments.slurm.SLURMEnvironment
+_StrategyRegistry = fabric.strategies.registry._StrategyRegistry
+device_parser = fabric.utilities.device_parser
+move_data_to_device = fabric.utilities.apply_func.move_data_to_device
+_is_local_file_protocol = fabric.utilities.cloud_io._is_local_file_protocol
+DistributedSamplerWrapper = fabric.utilities.distributed.DistributedSamplerWrapper
+_init_dist_connection = fabric.utilities.distributed._init_dist_connection
+_sync_ddp_if_available = fabric.utilities.distributed._sync_ddp_if_available
+MisconfigurationException = fabric.utilities.exceptions.MisconfigurationException
+_IS_INTERACTIVE = fabric.utilities.imports._IS_INTERACTIVE
+reset_seed = fabric.utilities.seed.reset_seed
+_DEVICE = fabric.utilities.types._DEVICE
+Accelerator = pl.accelerators.Accelerator
+AcceleratorRegistry = pl.accelerators.AcceleratorRegistry
+CPUAccelerator = pl.accelerators.CPUAccelerator
+Checkpoint = pl.callbacks.Checkpoint
+ModelCheckpoint = pl.callbacks.ModelCheckpoint
+WeightAveraging = pl.callbacks.WeightAveraging
+do_nothing_closure = pl.core.optimizer.do_nothing_closure
+UnrepeatedDistributedSampler = distributed.UnrepeatedDistributedSampler
+UnrepeatedDistributedSamplerWrapper = distributed.UnrepeatedDistributedSamplerWrapper
+DoublePrecision = pl.plugins.DoublePrecision
+HalfPrecision = pl.plugins.HalfPrecision
+MixedPrecision = pl.plugins.MixedPrecision
+Precision = pl.plugins.Precision
+DDPStrategy = pl.strategies.DDPStrategy
+ParallelStrategy = pl.strategies.ParallelStrategy
+SingleDeviceStrategy = pl.strategies.SingleDeviceStrategy
+Strategy = pl.strategies.Strategy
+StrategyRegistry = pl.strategies.StrategyRegistry
+_SubprocessScriptLauncher = pl.strategies.launchers._SubprocessScriptLauncher
+_AcceleratorConnector = accelerator_connector._AcceleratorConnector
+_Metadata = result._Metadata
+_ResultMetric = result._ResultMetric
+_Sync = result._Sync
+RunningStage = pl.trainer.states.RunningStage
+TrainerFn = pl.trainer.states.TrainerFn
+TrainerStatus = pl.trainer.states.TrainerStatus
+CombinedLoader = pl.utilities.CombinedLoader
+rank_zero_info = pl.utilities.rank_zero_info
+rank_zero_only = pl.utilities.rank_zero_only
+rank_zero_warn = pl.utilities.rank_zero_warn
+SIGTERMException = pl.utilities.exceptions.SIGTERMException
+is_overridden = pl.utilities.model_helpers.is_overridden
+isolate_rng = pl.utilities.seed.isolate_rng
+is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
+STEP_OUTPUT = pl.utilities.types.STEP_OUTPUT

@@ -47,10 +47,9 @@ def _unpack_keywords(init: Any) -> set[str]:
     return set()
 
 
-def closest(name: str, names: Iterable[str], aside: bool = False) -> str:
-    """Return ``"; did you mean …?"`` with the most similar name, or an empty string; ``aside``: in parentheses."""
-    questions = [f"did you mean {other}?" for other in difflib.get_close_matches(name, names, n=1)]
-    return "".join(f" ({question})" if aside else f"; {question}" for question in questions)
+def closest(name: str, names: Iterable[str]) -> str:
+    """Return ``"; did you mean …?"`` with the most similar name, or an empty string."""
+    return "".join(f"; did you mean {other}?" for other in difflib.get_close_matches(name, names, n=1))
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:

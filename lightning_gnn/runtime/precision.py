@@ -27,8 +27,8 @@ def convert_batches(trainer: pl.Trainer) -> None:
         plugin.convert_input = _Conversion(plugin.convert_input)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     model = trainer.lightning_module
-    is_half = dtype == torch.float16 or any(_is_half(value) for value in (model.parameters() if model else ()))
-    if is_half and not any(isinstance(callback, _EpsilonCheck) for callback in callbacks):
+    dtypes = {dtype} | {value.dtype for value in (model.parameters() if model else ())}
+    if torch.float16 in dtypes and not any(isinstance(callback, _EpsilonCheck) for callback in callbacks):
         callbacks.insert(0, _EpsilonCheck())
 
 
@@ -42,20 +42,16 @@ def converted(batch: Any, dtype: torch.dtype | None) -> Any:
     """Return a copy of a batch with its floating attributes converted to ``dtype``; None returns it unchanged."""
     if dtype is None or not isinstance(batch, BaseData):
         return batch
+
+    def convert(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
     batch = copy.copy(batch)
     for store in batch.stores:
         # e_id holds integers, and may be evaluated lazily.
         for key in [key for key in store.keys() if key != "e_id"]:  # noqa: SIM118
-            store[key] = recursive_apply(store[key], lambda value: _convert_floating(value, dtype))
+            store[key] = recursive_apply(store[key], convert)
     return batch
-
-
-def _convert_floating(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _is_half(value: Tensor) -> bool:
-    return value.dtype == torch.float16
 
 
 class _EpsilonCheck(pl.Callback):
@@ -67,7 +63,7 @@ class _EpsilonCheck(pl.Callback):
             for group in optimizer.param_groups:
                 eps = group.get("eps")
                 rounds_to_zero = isinstance(eps, float) and eps > 0 and not torch.tensor(eps, dtype=torch.float16)
-                if rounds_to_zero and any(map(_is_half, group["params"])):
+                if rounds_to_zero and any(value.dtype == torch.float16 for value in group["params"]):
                     rank_zero_warn(
                         f"the parameters are float16, in which eps={eps:g} of {type(optimizer).__name__} is 0: updates "
                         "may divide by 0, and the model become NaN; use Trainer(precision='16-mixed') or 'bf16-mixed', "

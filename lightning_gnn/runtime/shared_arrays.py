@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch_geometric.data.data import BaseData
 
+from lightning_gnn.runtime.devices import all_gather_objects
 from lightning_gnn.runtime.lightning import rank_zero_info
 from lightning_gnn.runtime.store import say_once
 
@@ -57,7 +58,7 @@ def share_equal_arrays(held: Mapping[str, Any]) -> int:
         problem = str(error)
     sizes = {name: tensors[0].untyped_storage().nbytes() for name, tensors in local.items()}
     log.debug(f"sharing {len(sizes)} arrays of {sum(sizes.values())} bytes with the ranks of this machine")
-    ranks = _all_gather((machine, sizes, problem))
+    ranks = all_gather_objects((machine, sizes, problem))
     for rank, (_, _, reason) in enumerate(ranks):
         if reason:
             say_once(f"rank {rank} has a copy of graph and features of its own: {reason}")
@@ -145,8 +146,8 @@ def _share(name: str, tensors: Sequence[Tensor], all_ranks: list[Any]) -> tuple[
                 except OSError as error:
                     offer = str(error)
             # The others map the file if its content equals their own array.
-            offers = _all_gather(offer)
-            outcomes = _all_gather(_map_if_equal(tensors, offers[first]) if rank in others else None)
+            offers: list[Any] = all_gather_objects(offer)
+            outcomes = all_gather_objects(_map_if_equal(tensors, offers[first]) if rank in others else None)
             # The first rank maps the file too if another rank uses it, so that its own copy can be freed.
             if is_source and any(outcomes[other] is True for other in others):
                 _refer(tensors, file.fileno())
@@ -207,11 +208,7 @@ def _refer(tensors: Sequence[Tensor], file: int) -> None:
         tensor.data = _view_like(mapping, tensor)
     address = mapping.data_ptr()
     _files[address] = os.dup(file)
-    finalize(mapping.untyped_storage(), _close, address).atexit = False
-
-
-def _close(address: int) -> None:
-    os.close(_files.pop(address))
+    finalize(mapping.untyped_storage(), lambda: os.close(_files.pop(address))).atexit = False
 
 
 def _map_file(file: int, size: int, shared: bool = False) -> Tensor:
@@ -255,9 +252,3 @@ def _mapped_regions() -> tuple[list[int], list[int]]:
         if name and name[0].startswith("/"):
             regions.append([int(address, 16) for address in addresses.split("-")])
     return [start for start, _ in regions], [end for _, end in regions]
-
-
-def _all_gather(local: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, local)
-    return gathered

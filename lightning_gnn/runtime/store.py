@@ -45,13 +45,13 @@ _said: set[str] = set()
 T = TypeVar("T")
 
 
-def cache_root(given: str | Path | None = None) -> Path | None:
-    """Return the cache folder: ``given``, ``$LIGHTNING_GNN_CACHE`` or the user's; warn and return None if unusable.
+def cache_root() -> Path | None:
+    """Return the cache folder, ``$LIGHTNING_GNN_CACHE`` or the user's; warn and return None if it is unusable.
 
     A folder that other users own or may write to is never used: they could plant the files that are loaded.
     """
     default = user_cache_path("lightning-gnn", appauthor=False)
-    for chosen in (given or os.environ.get("LIGHTNING_GNN_CACHE") or default, default):
+    for chosen in (os.environ.get("LIGHTNING_GNN_CACHE") or default, default):
         try:
             folder = Path(chosen).expanduser().absolute()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -103,15 +103,14 @@ def get_or_create(
     *,
     title: str = "",
     sources: Sequence[Path] = (),
-    given: str | Path | None = None,
     replace: bool = False,
 ) -> T | None:
     """Return ``read`` of an entry, created first by ``make`` if it is missing or damaged; None if it cannot be cached.
 
     One process creates the entry while others wait. It is created again if a file of ``sources`` changed, or to
-    ``replace`` it. ``key`` is a :func:`checksum`, ``title`` names the content for the user, ``given`` is their folder.
+    ``replace`` it. ``key`` is a :func:`checksum`, ``title`` names the content for the user.
     """
-    if (root := cache_root(given)) is None:
+    if (root := cache_root()) is None:
         return None
     folder = root / kind / key
     with locked(root, kind, key) as has_lock:

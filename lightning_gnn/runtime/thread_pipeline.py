@@ -69,7 +69,9 @@ class WorkerPool:
         """Notified when a job fails, and by owners that make progress."""
         self.error: BaseException | None = None  # the first exception raised by a job, with its traceback
         self.stopped = False
-        self._claim, self._names, self._begin = WeakMethod(claim), list(names), _weak_reference(begin)
+        self._claim, self._names = WeakMethod(claim), list(names)
+        # Not keeping the owner of a bound method alive.
+        self._begin = WeakMethod(begin) if isinstance(begin, MethodType) else lambda: begin
         self._job_conditions = [threading.Condition(self.lock) for _ in names]
         self._threads: list[list[threading.Thread]] = [[] for _ in names]
         self._busy: dict[int, str] = {}
@@ -174,11 +176,6 @@ class WorkerPool:
                 del claim
                 self._job_conditions[group].wait(_POLL_S)
         return None
-
-
-def _weak_reference(function: Callable[[], object]) -> Callable[[], Callable[[], object] | None]:
-    """Return a reference that does not keep the owner of a bound method alive."""
-    return WeakMethod(function) if isinstance(function, MethodType) else lambda: function
 
 
 @dataclass

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
 import pytorch_lightning as pl
 import torch
 
@@ -82,6 +83,15 @@ def spawn(*arguments, cwd=ROOT, **environment):
 
 def metrics_of(directory):
     return json.loads((Path(directory) / "metrics.json").read_text())
+
+
+def assert_two_devices_as_one(folder, overrides, metrics):
+    """Check that the command gives the same metrics on two devices, of which it starts one, as on one."""
+    assert lgnn(folder / "1", "trainer.devices=1", base=overrides) == 0
+    done = spawn(*overrides, "trainer.devices=2", f"hydra.run.dir={folder / '2'}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    one, two = metrics_of(folder / "1"), metrics_of(folder / "2")
+    assert [two[name] for name in metrics] == pytest.approx([one[name] for name in metrics], rel=1e-4)
 
 
 def load_weights(checkpoint):

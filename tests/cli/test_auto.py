@@ -14,13 +14,9 @@ from tests.cli.command import NODE, lgnn
 from tests.cli.test_conf import compose_config
 
 MACHINES = Path(__file__).parents[2] / "examples/machines"
+pytestmark = pytest.mark.usefixtures("cache")
 AUTO = ["strategy=auto", "datamodule=auto"]
 WORKSTATION = f"plan.machine={MACHINES}/workstation.yaml"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
 
 
 def test_a_run_on_the_cpu_is_as_with_the_choice_written_and_keeps_it(tmp_path, capfd):

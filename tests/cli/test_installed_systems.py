@@ -11,7 +11,7 @@ from lightning_gnn import registration, systems
 from lightning_gnn.cli import main as cli
 from lightning_gnn.cli.commands import doctor
 from tests.cli.command import TINY, lgnn, metrics_of, spawn
-from tests.cli.test_startup import HEAVY, eval_last_line
+from tests.cli.test_startup import HEAVY, RUN_AND_LIST_PACKAGES, eval_last_line
 
 WALKS = """
 from lightning_gnn import NeighborDataModule
@@ -144,22 +144,11 @@ def test_a_broken_one_is_named_and_does_no_harm(broken, capsys, tmp_path, regist
 
 @pytest.mark.slow
 def test_a_new_process_starts_without_importing_it(walks):
-    code = """
-import sys
-sys.argv[0] = "/opt/bin/lgnn"
-from lightning_gnn.cli.main import main
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code
-print({name.partition(".")[0] for name in sys.modules})
-"""
-    assert eval_last_line(f"import sys; sys.path.insert(0, {str(walks)!r})\n{code}", "--help").isdisjoint(
-        HEAVY | {"lgnn_walks"}
-    )
+    found = f"import sys; sys.path.insert(0, {str(walks)!r})\n"
+    assert eval_last_line(found + RUN_AND_LIST_PACKAGES, "--help").isdisjoint(HEAVY | {"lgnn_walks"})
     code = "import pytorch_lightning as pl, lightning_gnn; "
     code += "print((pl.Trainer(strategy='walks_deep', accelerator='cpu', logger=False).strategy.level,))"
-    assert eval_last_line(f"import sys; sys.path.insert(0, {str(walks)!r})\n{code}") == (7,)
+    assert eval_last_line(found + code) == (7,)
     shown = spawn(
         "datamodule=walks", "--cfg", "job", PYTHONPATH=f"{walks}:{cli.__file__.partition('/lightning_gnn/')[0]}"
     )

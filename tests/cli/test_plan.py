@@ -18,6 +18,7 @@ from tests.cli.command import NODE, lgnn
 from tests.threads import list_threads
 
 SERVER = Platform(Processor(1e12, 1e11), 16, Processor(1e13, 1e12), 4, 1e10, 2e7, core_bandwidth=1e10)
+pytestmark = pytest.mark.usefixtures("cache")
 HYBRID = "strategy=hyscale"
 COLLECTIVE = [
     "datamodule=collective",
@@ -25,12 +26,6 @@ COLLECTIVE = [
     "datamodule.num_workers=1",
     "data.split=[0.8,0.1,0.1]",
 ]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def plan(directory, *overrides, base=NODE):
@@ -157,7 +152,7 @@ def test_what_binds_a_stage(changes, stage, bound):
 
 
 @pytest.mark.slow
-def test_the_collective_plan_is_measured_printed_and_saved(tmp_path, capfd, cache):
+def test_the_collective_plan_is_measured_printed_and_saved(tmp_path, capfd):
     assert plan(tmp_path, *COLLECTIVE) == 0
     out = capfd.readouterr().out
     made = CollectivePlan.load(tmp_path / "plan.yaml")

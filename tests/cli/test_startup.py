@@ -122,15 +122,7 @@ def test_the_garbage_collector_rests_during_imports_and_is_as_before_when_they_f
     assert seen == [("lightning_gnn.cli.commands.train", False)]
 
 
-HEAVY = {"torch", "pytorch_lightning", "torch_geometric", "numpy", "numba", "matplotlib"}
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--help-all"], ["plan", "-h"], ["-sc", "query=bash"], ["runs"], ["report"]], ids=" ".join
-)
-def test_help_and_what_reads_files_import_no_heavy_library(arguments, monkeypatch, tmp_path):
-    code = """
+RUN_AND_LIST_PACKAGES = """
 import sys
 sys.argv[0] = "/opt/bin/lgnn"
 from lightning_gnn.cli.main import main
@@ -140,11 +132,19 @@ except SystemExit as ended:
     assert not ended.code
 print({name.partition(".")[0] for name in sys.modules})
 """
+HEAVY = {"torch", "pytorch_lightning", "torch_geometric", "numpy", "numba", "matplotlib"}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--help-all"], ["plan", "-h"], ["-sc", "query=bash"], ["runs"], ["report"]], ids=" ".join
+)
+def test_help_and_what_reads_files_import_no_heavy_library(arguments, monkeypatch, tmp_path):
     monkeypatch.setenv("COMP_LINE", "lgnn da")
     monkeypatch.setenv("COMP_POINT", "7")
     (tmp_path / "metrics.json").write_text('{"test_acc": 0.5}')
     reads = arguments[0] in ("runs", "report")
-    imported = eval_last_line(code, *arguments, *([str(tmp_path)] if reads else []))
+    imported = eval_last_line(RUN_AND_LIST_PACKAGES, *arguments, *([str(tmp_path)] if reads else []))
     assert imported.isdisjoint(HEAVY if reads else HEAVY | {"scipy", "rich"})
     assert reads or "hydra" in imported
 

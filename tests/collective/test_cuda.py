@@ -9,15 +9,16 @@ from torch_geometric.data import Data
 
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.runtime.timeline import Timeline
 from tests.gpu_sampling.test_datamodule import assert_same_content
 from tests.sampling.test_node_datamodule import Model, make_trainer
 from tests.sampling.test_typed import collect_contents, typed_data
-from tests.threads import list_threads
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.usefixtures("no_thread_left"), pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]  # fmt: skip
 SIZES = {"num_neighbors": [10, 5], "batch_size": 256, "seed": 3}
 COLLECTIVE = CollectivePlan("collective", 4, 3)
 PLANS = [COLLECTIVE, CollectivePlan("cpu", 1, 4), CollectivePlan("gpu", 1, 0)]
@@ -26,13 +27,6 @@ PLACES = [
     {"topology": "pinned", "features": "pinned"},
     {"topology": "pinned", "features": "pinned", "cache_bytes": 500_000},
 ]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    yield
-    gc.collect()
-    assert not list_threads(THREAD_NAME)
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,18 @@
 """Collective batching: shared tables, and training; tests/sampling/test_same_batches.py covers mini-batches."""
 
-import gc
-
 import pytest
 import pytorch_lightning as pl
 import torch
 
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.features import DiskFeatures, FeatureTable
 from tests.batch_checks import assert_same_batches
 from tests.batching_data import small_data
 from tests.sampling.test_typed import CITES, Typed, typed_data
-from tests.threads import list_threads
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLLECTIVE = CollectivePlan("collective", 2, 1)
 
@@ -29,14 +26,6 @@ def compare(data, options, plan, **more):
     for name, loader in zip(names, loaders, strict=True):
         assert_same_batches(loader, getattr(theirs, name)())
     return loaders[0]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    """Check that no test leaves a thread."""
-    yield
-    gc.collect()
-    assert not list_threads(THREAD_NAME)
 
 
 @pytest.mark.slow

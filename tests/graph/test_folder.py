@@ -133,12 +133,10 @@ def test_float_labels_with_nan_and_no_labels_and_splits(tmp_path):
 
 
 @pytest.fixture
-def cache(tmp_path_factory, monkeypatch):
+def cache(cache, monkeypatch):
     """A separate cache that stores graphs of any size."""
-    root = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
     monkeypatch.setattr(topology_files, "MIN_CACHED_EDGES", 0)
-    return root
+    return cache
 
 
 def test_sorted_edges_are_kept_until_the_edges_change(tmp_path, cache):

@@ -97,12 +97,10 @@ def convert_to_csc(data):
 
 
 @pytest.fixture
-def cache(tmp_path_factory, monkeypatch):
+def cache(cache, monkeypatch):
     """A separate cache that stores any number of edges."""
-    root = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
     monkeypatch.setattr(topology_files, "MIN_CACHED_EDGES", 0)
-    return root
+    return cache
 
 
 def find_files(tensor):

@@ -219,7 +219,6 @@ def test_the_users_cache_folder_is_the_default(tmp_path, monkeypatch):
     assert cache_root() == tmp_path / "xdg" / "lightning-gnn"
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", "")
     assert cache_root() == tmp_path / "xdg" / "lightning-gnn"
-    assert cache_root(tmp_path / "given") == tmp_path / "given"
 
 
 def write_half(ready, dies):

@@ -1,6 +1,5 @@
 """Every DataModule yields the same mini-batches as a single thread on one machine."""
 
-import gc
 import itertools
 import tempfile
 from pathlib import Path
@@ -23,7 +22,6 @@ from lightning_gnn import (
     PersistentSamplerDataModule,
 )
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.features import FeatureTable
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.library import runs_triton
@@ -31,11 +29,11 @@ from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.partitioned.folder import write_partition
 from tests.batch_checks import assert_same_batches, check
 from tests.sampling.cases import CASES, GRAPHS, LINK_CASES, NODE_CASES, WRITES, any_case, load_alone, make_options
-from tests.threads import list_threads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's interpreter stands in for a GPU
 COLLECTIVE = CollectivePlan("collective", 2, 1)
 PLANS = [COLLECTIVE, CollectivePlan("collective", 1, 3), CollectivePlan("cpu", 1, 2), CollectivePlan("gpu", 1, 0)]
+pytestmark = pytest.mark.usefixtures("no_thread_left")
 PINNED = {"topology": "pinned", "features": "pinned", "cache_bytes": 800}
 STAGES = ("train", "val")
 with_kernels = [
@@ -45,14 +43,6 @@ with_kernels = [
 
 def list_tables(loader):
     return loader.pipeline.tables.values()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    """Check that no test leaves a thread of collective batching."""
-    yield
-    gc.collect()
-    assert not list_threads(THREAD_NAME)
 
 
 WAYS = {

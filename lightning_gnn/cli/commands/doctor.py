@@ -42,6 +42,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Check all devices, packages and tools without importing a module that could fail on import."""
+    triton_chooses = os.environ.get("CC") or ("gcc" if shutil.which("gcc") or not shutil.which("clang") else "clang")
     return [
         Finding("torch", "present", torch.__version__, "everything"),
         _package("pytorch-lightning", "pytorch-lightning", "everything", "pip install pytorch-lightning"),
@@ -59,7 +60,7 @@ def examine() -> list[Finding]:
         _torch_npu(),
         _npu(),
         _kernels(),
-        _compiler(_c_compiler(), "the GPU kernels", "apt install gcc"),
+        _compiler(triton_chooses, "the GPU kernels", "apt install gcc"),
         _python_h(),
         _compiler("g++", "the CPU twin of the Ascend C kernels; the NPU binding", "apt install g++"),
         _compiler("cmake", "the NPU binding", "pip install cmake"),
@@ -246,11 +247,6 @@ def _kernels() -> Finding:
         return Finding("Ascend C kernels", "present", detail, needed)
     names = [problem.split(" (")[0].replace(" or newer", "") for problem in problems]
     return Finding("Ascend C kernels", "missing", f"need {', '.join(names)}", needed, f"get {'; '.join(problems)}")
-
-
-def _c_compiler() -> str:
-    """Return the C compiler that Triton selects."""
-    return os.environ.get("CC") or ("gcc" if shutil.which("gcc") or not shutil.which("clang") else "clang")
 
 
 def _python_h() -> Finding:

@@ -44,11 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path: Path = chosen.to or Path(f"model{_SUFFIXES[chosen.format]}")
     # Compose the configuration saved with the checkpoint, in an output folder that is removed afterwards.
     try:
-        with (
-            initialize(),
-            tempfile.TemporaryDirectory() as folder,
-            raise_user_errors(),
-        ):
+        with initialize(), tempfile.TemporaryDirectory() as folder, raise_user_errors():
             rebuilt = rebuild("train", OverridesParser.create().parse_overrides(chosen.overrides))
             typed = [*chosen.overrides, *rebuilt.deletions, "mode=predict", f"output_dir={folder}"]
             summary = write(compose(rebuilt.config_name, overrides=typed), path, chosen.format, chosen.seeds)
