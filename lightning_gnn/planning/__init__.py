@@ -1,8 +1,10 @@
-"""Forecast of CPU training from its first mini-batches and steps, with its bottleneck and faster settings.
+"""What users ask before a run: how long it will take, which DataModule to use, and how to divide it.
 
-Reading order: ``limits.py`` (peak rates of the machine), ``preparation.py`` (cost of preparing a mini-batch),
-``steps.py`` (cost of a training step by parts), ``overlap.py`` (both in parallel on the same cores), ``forecast.py``
-(epoch time, bottleneck, other settings), ``report.py`` (tables), ``advice.py`` (largest part of a completed run).
+*Forecast* (``lgnn plan`` on a CPU): ``limits.py`` (peak rates of the machine), ``preparation.py`` (cost of preparing a
+mini-batch), ``steps.py`` (cost of a training step by parts), ``overlap.py`` (both in parallel on the same cores),
+``forecast.py`` (epoch time, bottleneck, other settings), ``report.py`` (tables), ``advice.py`` (largest part of a
+completed run). *Choice* (``datamodule=auto``): ``choice.py``. *Plan*: ``hyscale.py`` (hybrid training here, or on a
+machine that ``machine.py`` reads), ``cluster.py`` and ``cluster_traffic.py`` (several machines).
 """
 
 from lightning_gnn.planning.forecast import CPUForecast, measure_run
