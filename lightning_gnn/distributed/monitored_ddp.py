@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_gnn.distributed.heartbeat import BLAME_GRACE_S, check_stall_timeout, waiting_for_ranks
+from lightning_gnn.distributed.heartbeat import BLAME_GRACE_S, Heartbeats, check_stall_timeout
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
 from lightning_gnn.runtime.lightning import DDPStrategy, _StrategyRegistry, reset_seed
 from lightning_gnn.runtime.messages import keywords_of
@@ -108,8 +108,9 @@ class MonitoredDDPStrategy(MonitoredRanks):
 
 
 class _WaitingDDP(DistributedDataParallel):
-    """DDP whose collectives before the forward pass count as waiting for other ranks."""
+    """DDP whose collectives before the forward pass may take longer, as they wait for other ranks."""
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with waiting_for_ranks():
+        beats = Heartbeats.current
+        with nullcontext() if beats is None else beats.working("the broadcast of buffers", BLAME_GRACE_S):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
