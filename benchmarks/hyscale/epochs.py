@@ -4,7 +4,8 @@
 
 - ``ablation``: for each speed of the accelerator, relative to the CPU trainer: the accelerator alone (PyG's
   NeighborLoader with a plain Trainer, and ours), the hybrid with its initial mapping, with the resource manager (as
-  published, and ours), and with two-stage prefetching, which is the default for users. Each is reported with the
+  published, and ours), with two-stage prefetching, and with the default options, which start a CPU trainer only where
+  the model predicts that it pays. Each is reported with the
   performance model's predictions, from the speeds of a CPU-only run and from the strategy's own short measurements.
 - ``sum``: the hybrid against the sum of its trainers' rates, each alone on the cores that it has in the hybrid.
 - ``sleeping``: the same for four accelerators that are each weaker than the CPU trainer. All steps sleep, for a second,
@@ -75,19 +76,21 @@ MORE_RUNS = 4
 """Additional rounds of a single trainer: the strategy's overhead is smaller than the variation over a few rounds."""
 MODULE = "benchmarks.hyscale.contestants"
 PYG, ALONE, ALONE_TFP = "PyG, accelerator only", "ours, accelerator only", "ours, accelerator only, two-stage prefetch"
-STATIC, PUBLISHED, OURS, HYBRID = (
+STATIC, PUBLISHED, OURS, FORCED, HYBRID = (
     "ours, static hybrid",
     "ours, + DRM as published",
     "ours, + DRM",
     "ours, + two-stage prefetch",
+    "ours, default options",
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     PYG: {"library": "pyg", "trainer": "plain", "settle": 1},
     ALONE: {"options": {"cpu_trainers": 0, "prefetch": 1}},
     ALONE_TFP: {"options": {"cpu_trainers": 0}},
-    STATIC: {"options": {"drm": False, "prefetch": 1}},
-    PUBLISHED: {"options": {"drm": "paper", "prefetch": 1}},
-    OURS: {"options": {"prefetch": 1}},
+    STATIC: {"options": {"cpu_trainers": 1, "drm": False, "prefetch": 1}},
+    PUBLISHED: {"options": {"cpu_trainers": 1, "drm": "paper", "prefetch": 1}},
+    OURS: {"options": {"cpu_trainers": 1, "prefetch": 1}},
+    FORCED: {"options": {"cpu_trainers": 1}},
     HYBRID: {"options": {}},
 }
 Notes = dict[str, dict[str, Any]]
@@ -177,7 +180,8 @@ def ablation(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str
             (HYBRID, alone[1], "against the accelerator alone"),
             (OURS, alone[2], "what DRM gains"),
             (PUBLISHED, alone[2], "what DRM as published gains"),
-            (HYBRID, alone[3], "what the two-stage prefetch gains"),
+            (FORCED, alone[3], "what the two-stage prefetch gains"),
+            (FORCED, alone[1], "with a CPU trainer in any case, against the accelerator alone"),
         ):
             compared = compare(rows, f"{what}, {text}", [ours], peers_, False, by_rounds=True)
             result["comparisons"].append(named(compared, label))
@@ -201,7 +205,7 @@ def predictions(
         if "median" not in row or "options" not in VARIANTS[name] or not noted.get(name, {}).get("first_shares"):
             continue
         options, own = VARIANTS[name]["options"], noted[name]
-        cpu = 1 - options.get("cpu_trainers", 1) == 0
+        cpu = len(own["shares"]) > 1
         seeds = own["seeds"] or [stop - start for start, stop in split_seeds(common["batch_size"], own["shares"])]
         mapping = TaskMapping(tuple(seeds), int(cpu), (*own["threads"][:2], own["threads"][2] if cpu else 0))
         entry: dict[str, Any] = {"ms": row["median"], "mapping": str(mapping), **own}
@@ -234,8 +238,8 @@ def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = 
     contestants: dict[str, dict[str, Any]] = {
         there: {"options": {"cpu_trainers": 0}, "cores": [own[0]], "fits": []},
         here: {"trainer": "plain", "accelerator": False, "cores": [own[1]], "fits": []},
-        pinned: {"cores": own, "fits": fits},
-        free: {"fits": fits},
+        pinned: {"cores": own, "fits": fits, "options": {"cpu_trainers": 1}},
+        free: {"fits": fits, "options": {"cpu_trainers": 1}},
     }
     for fit, seeds in zip(fits, split, strict=True):
         contestants[there]["fits"].append({**fit, "batch_size": common["batch_size"] - seeds})
@@ -263,7 +267,11 @@ def sleeping(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str
     contestants = {
         "accelerator alone": {"trainer": "plain", "sleeps": [1 / weak], "batch_size": own[0]},
         "CPU trainer alone": {"trainer": "plain", "sleeps": [1 / strong], "batch_size": own[1]},
-        "hybrid": {"accelerators": ACCELERATORS, "sleeps": [1 / weak] * ACCELERATORS + [1 / strong]},
+        "hybrid": {
+            "accelerators": ACCELERATORS,
+            "sleeps": [1 / weak] * ACCELERATORS + [1 / strong],
+            "options": {"cpu_trainers": 1},
+        },
     }
     sizes = {"iterations": max(4, common["iterations"] // 4), "fanouts": [2, 2, 2], "device": "cpu"}
     [(rows, noted)] = compete({**common, **sizes}, contestants, runs)
@@ -297,8 +305,10 @@ def disturbances(
     fit = accelerator(common, notes, SPEEDS[1])
     sizes = {"iterations": common["iterations"] if quick else 6 * common["iterations"]}
     sizes["batch_size"] = max(2, common["batch_size"] // 2)  # the managers count iterations, not seconds
-    ways = {STATIC: {"drm": False}, PUBLISHED: {"drm": "paper"}, OURS: {}}
-    contestants = {name: {"options": options, "fits": [fit], "settle": 1} for name, options in ways.items()}
+    ways: dict[str, dict[str, Any]] = {STATIC: {"drm": False}, PUBLISHED: {"drm": "paper"}, OURS: {}}
+    contestants = {
+        name: {"options": {"cpu_trainers": 1, **options}, "fits": [fit], "settle": 1} for name, options in ways.items()
+    }
     kinds = ("calm", "core", "accelerator")
     [(rows, noted)] = compete({**common, **sizes}, contestants, max(2, runs - 2), kinds)
     values = {row["name"]: row["values"] for row in rows if "values" in row}
