@@ -54,9 +54,9 @@ $uv pip install --quiet ${UV_OPTIONS:-} --index-strategy unsafe-best-match \
     --python-platform aarch64-manylinux_2_28 --python-version "$version" --target "$root/opt/packages" \
     --constraint "$root/opt/constraints.txt" --excludes "$root/opt/excludes.txt" \
     'torch==2.8.*' "lightning-gnn[dev] @ file://$(echo "$root"/opt/wheel/*.whl)"
-# The tests import the package of the wheel, which holds what the repository keeps elsewhere.
+# The tests import the package of the wheel, which holds what the repository keeps elsewhere; pages link to its files.
 git ls-files -z -- . ':!lightning_gnn' | tar --create --null --files-from - | tar --extract --directory "$root/opt/source"
-ln -s ../packages/lightning_gnn "$root/opt/source/lightning_gnn"
+cp -r "$root/opt/packages/lightning_gnn" "$root/opt/source/lightning_gnn"
 
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
