@@ -76,17 +76,23 @@ def admit_cpu_trainers(trainers: TrainerSet, loader: object, module: nn.Module, 
         return Admission(0, f"the CPU has {bound:.1%} of this machine's arithmetic or bandwidth")
     if not isinstance(loader, PyGLoader) or workload is None or not total:
         return Admission(trainers.num_cpu, f"the CPU has {bound:.0%} of this machine's arithmetic or bandwidth")
-    model, workers = PerformanceModel(platform, workload), num_workers_of(loader)
-    seconds, busiest = [], 0
+    return compare_trainers(PerformanceModel(platform, workload), trainers, options, num_workers_of(loader))
+
+
+def compare_trainers(
+    model: PerformanceModel, trainers: TrainerSet, options: HyScaleOptions, num_workers: int
+) -> Admission:
+    """Decide on the CPU trainers of a node by its predicted iterations with and without them."""
+    seconds, most_threads = [], 0
     for chosen in (trainers, TrainerSet.of(0, trainers.accelerators)):
-        threads = options.first_threads(default_threads(workers, chosen, options.drm is not False))
+        threads = options.first_threads(default_threads(num_workers, chosen, options.drm is not False))
         mapping = model.best_mapping(chosen.num_cpu, max(sum(threads), 2 + chosen.num_cpu))
         seconds.append(model.iteration_time(mapping))
-        busiest = max(busiest, sum(mapping.threads))
+        most_threads = max(most_threads, sum(mapping.threads))
     both, alone = seconds
-    pays = both < (1 - (SHARED_CORES_MARGIN if busiest > platform.cores else MARGIN)) * alone
+    margin = SHARED_CORES_MARGIN if most_threads > model.platform.cores else MARGIN
     figures = f"an iteration takes {1e3 * both:.3g} ms with the CPU and {1e3 * alone:.3g} ms without (predicted)"
-    return Admission(trainers.num_cpu if pays else 0, figures)
+    return Admission(trainers.num_cpu if both < (1 - margin) * alone else 0, figures)
 
 
 class AdmittingLauncher(_SubprocessScriptLauncher):

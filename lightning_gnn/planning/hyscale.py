@@ -12,10 +12,11 @@ import yaml
 from rich.console import Console
 
 from lightning_gnn.hyscale.accelerator_sampling import find_sampling
+from lightning_gnn.hyscale.admission import Admission, compare_trainers
 from lightning_gnn.hyscale.analytic import PerformanceModel, Platform, Processor, describe_workload, model_of
 from lightning_gnn.hyscale.checks import check_training
-from lightning_gnn.hyscale.costs import TaskMapping, split_seeds
-from lightning_gnn.hyscale.drm import read_decisions, wanted_sampling
+from lightning_gnn.hyscale.costs import TaskMapping
+from lightning_gnn.hyscale.drm import read_decision_log, wanted_sampling
 from lightning_gnn.hyscale.options import (
     HyScaleOptions,
     TrainerSet,
@@ -30,7 +31,7 @@ from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading.loaders import num_workers_of
 from lightning_gnn.planning.forecast import MIN_GAIN
 from lightning_gnn.report.tables import make_table
-from lightning_gnn.runtime.files import LARGEST_JSON, read_text, write_whole
+from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.runtime.lightning import pl
 
 
@@ -44,6 +45,7 @@ class HybridForecast:
     plan: NodePlan | None = None  # the plan of the whole node; None if accelerators cannot prepare mini-batches
     float16_s: float | None = None  # seconds of an iteration with transfer_dtype=float16, if it is shorter
     origin: str = "measured"  # of the platform: measured or described
+    admission: Admission | None = None  # whether the run trains on the CPU, if that is not set
 
     def save(self, directory: str | Path) -> None:
         """Write ``plan.yaml`` to a directory."""
@@ -99,10 +101,12 @@ class Node:
             # It rounds values, and collective batching copies mini-batches unchanged, so it is not part of a plan.
             half = self.plan(cpu_trainers, dtype="float16").alone["hybrid training"][1]
             half = half if half <= (1 - MIN_GAIN) * found.seconds else None
-        begin = best if is_hybrid else None
+        begin, admission = best if is_hybrid else None, None
+        if is_hybrid and self.options.admits_cpu_trainers and cpu_trainers and self.trainers.num_accelerators:
+            admission = compare_trainers(model, self.trainers, self.options, sum(self.threads[:2]))
         if is_hybrid and self.origin == "measured":
             begin = _initial_mapping(self, best)
-        return HybridForecast(model, best, begin, found, half, self.origin)
+        return HybridForecast(model, best, begin, found, half, self.origin, admission)
 
 
 def forecast(
@@ -177,15 +181,14 @@ def _initial_mapping(node: Node, best: TaskMapping) -> TaskMapping:
     """Return the mapping that the strategy starts with: the one its options give, or the best one."""
     options, trainers, threads, platform = node.options, node.trainers, node.threads, node.model.platform
     if replays(options.drm):
-        return read_decisions(read_text(options.drm, LARGEST_JSON).splitlines())[0].mapping
-    weights = options.first_weights(trainers)
+        return read_decision_log(options.drm)[0].mapping
+    mapping = options.first_mapping(trainers, best.total, threads)
     if options.automatic and measurements_decide() and trainers.num_cpu and trainers.num_accelerators:
-        weights, threads = list(best.shares), options.first_threads(best.threads)
-    seeds = tuple(stop - start for start, stop in split_seeds(best.total, weights))
+        mapping = replace(best, threads=options.first_threads(best.threads))
     rate, sampling = platform.accelerator_sampling * platform.num_accelerators, node.sampling
     if isinstance(sampling, str):  # "auto": CPU and accelerators finish at the same time
-        sampling = rate / (rate + platform.sampling * threads[0]) if rate else 0.0
-    return TaskMapping(seeds, trainers.num_cpu, threads, sampling if rate else 0.0)
+        sampling = rate / (rate + platform.sampling * mapping.threads[0]) if rate else 0.0
+    return replace(mapping, accelerator_sampling=sampling if rate else 0.0)
 
 
 def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, float, str]]:
@@ -246,6 +249,8 @@ def print_forecast(found: HybridForecast, console: Console) -> None:
     )
     if found.begin is not None:
         _print_stages(found, found.begin, console)
+    if found.admission is not None:
+        console.print(str(found.admission), highlight=False)
     if found.plan is not None:
         _print_plan(found.plan, found.float16_s, console)
 

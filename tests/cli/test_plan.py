@@ -114,12 +114,15 @@ def test_the_plan_is_that_of_the_performance_model(tmp_path, capfd, monkeypatch)
     assert len(state["best"]["seeds"]) == 5
     assert state["begin"] == state["best"]
     assert "The run starts with this mapping" in out
+    assert "ms with the CPU" in out
+    assert "decides otherwise" in out
     assert state["platform"]["pcie_bandwidth"] == 1e10
     monkeypatch.setattr(analytic, "measure_platform", lambda *given: replace(SERVER, accelerator_sampling=1e8))
     assert plan(tmp_path / "two", HYBRID, *options, "trainer.strategy.shares=[0.5,0.5,0,0,0]") == 0
     out = capfd.readouterr().out
     assert "The run starts with seeds cpu 32 + accelerator 32/0/0/0, threads 1/1/1, 95% sampled on accelerators" in out
     assert "100 M edges/s each" in out
+    assert "decides otherwise" not in out  # shares are set
 
 
 @pytest.mark.parametrize(
