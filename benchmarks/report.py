@@ -18,6 +18,7 @@ from benchmarks.harness import MISSING, RESULTS, TABLE_HEAD, as_row, replaced
 ROOT = Path(__file__).parent.parent
 README, PAGE, SCALING = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "scaling.md"
 CHART, SCALING_CHART = ROOT / "docs" / "images" / "results.svg", ROOT / "docs" / "images" / "scaling.svg"
+GAINS_CHART = ROOT / "docs" / "images" / "hyscale-gains.svg"
 CHARTS = ROOT / "docs" / "charts.py"
 GPU_START, GPU_END = "<!-- gpu:start -->", "<!-- gpu:end -->"
 TOPICS = {
@@ -46,6 +47,7 @@ HEADLINES = (
     "Mini-batches, two cores, against GraphBolt",
     "Sampling, one core, against pyg-lib",
     "Sampling, one core, against GraphBolt, per mini-batch",
+    "Hybrid training, accelerator 2x the CPU trainer, against the accelerator alone",
     "Hybrid training, accelerator 4x the CPU trainer, against the accelerator alone",
 )
 """Comparisons for the README, including unfavorable ones; epochs and fits come first."""
@@ -123,6 +125,30 @@ def scaling(folder: Path = RESULTS) -> tuple[str, str]:
     return f"{tables(found)}\n\n{steps}", str(chart)
 
 
+def hybrid_gains(folder: Path = RESULTS) -> str:
+    """Return the figure of docs/guides/hyscale.md: hybrid training over the accelerator alone, by its speed."""
+    from benchmarks.hyscale.epochs import ALONE_TFP, FORCED
+    from benchmarks.hyscale.model import platform_of, workload_of
+    from lightning_gnn.hyscale.analytic import PerformanceModel
+
+    found = json.loads((folder / "hyscale.json").read_text())
+    names = "predicted, with a CPU trainer", "measured, with a CPU trainer", "measured, default options"
+    lines: dict[str, dict[float, float]] = {name: {} for name in names}
+    compared = {comparison["what"]: comparison.get("ratio") for comparison in found["comparisons"]}
+    for label, variants in found["parts"]["ablation"]["figure_11"].items():
+        speed, own = float(label.partition("x")[0]), variants[FORCED]
+        model = PerformanceModel(platform_of(own), workload_of(own))
+        alone, both = (model.iteration_time(model.best_mapping(number)) for number in (0, 1))
+        default = compared[f"Hybrid training, accelerator {label}, against the accelerator alone"]
+        ratios = alone / both, variants[ALONE_TFP]["ms"] / own["ms"], default
+        for name, ratio in zip(names, ratios, strict=True):
+            lines[name][speed] = ratio
+    draw = runpy.run_path(str(CHARTS))["gains"]
+    return str(
+        draw("Hybrid training against the accelerator alone", "speed of the accelerator, in CPU trainers", lines)
+    )
+
+
 def headlines(results: Sequence[dict[str, Any]], chosen: Sequence[str] = HEADLINES) -> str:
     """Return the lines of :func:`table` that the README shows, and the machines they were measured on."""
     found = {comparison["what"]: (result, comparison) for result in results for comparison in result["comparisons"]}
@@ -179,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         path.write_text(text, encoding="utf-8")
     CHART.write_text(chart(results), encoding="utf-8")
     SCALING_CHART.write_text(scaling()[1], encoding="utf-8")
+    GAINS_CHART.write_text(hybrid_gains(), encoding="utf-8")
     return content
 
 

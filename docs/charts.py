@@ -177,6 +177,41 @@ def _growth_panel(
     return parts
 
 
+def gains(title: str, below: str, lines: Mapping[str, Mapping[float, float]]) -> str:
+    """Return ratios over a logarithmic axis, a line for each name, with 1 emphasized.
+
+    Args:
+        below: Name of the axis.
+        lines: For each line, ratios by position.
+    """
+    left, top, width, height = 58.0, 20.0, 420.0, 190.0
+    places = sorted({place for line in lines.values() for place in line})
+    values = [value for line in lines.values() for value in line.values()]
+    low, high = math.floor(10 * min(values)) / 10, math.ceil(10 * max(values)) / 10
+
+    def at(place: float, value: float) -> tuple[float, float]:
+        x = left + math.log(place / places[0]) / math.log(places[-1] / places[0]) * width
+        return round(x, 1), round(top + (high - value) / (high - low) * height, 1)
+
+    parts = [label(left + width / 2, top + height + 38, below)]
+    parts += [label(at(place, low)[0], top + height + 18, f"{place:g}x") for place in places]
+    for step in range(round(10 * low), round(10 * high) + 1):
+        y = at(places[0], step / 10)[1]
+        end, wide = f'x1="{left}" y1="{y}" x2="{left + width}" y2="{y}"', 1.5 if step == 10 else 0.3
+        parts += [
+            f'<line {end} stroke="{_GREY}" stroke-width="{wide}"/>',
+            label(left - 8, y + 4, f"{step / 10:g}", "end"),
+        ]
+    for row, (color, (name, line)) in enumerate(zip(LINES, lines.items(), strict=False)):
+        points = [at(*pair) for pair in sorted(line.items())]
+        path = " ".join(f"{x},{y}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        parts += [f'<circle cx="{x}" cy="{y}" r="3.2" fill="{color}"/>' for x, y in points]
+        y = top + height + 62 + row * 18
+        parts += [f'<circle cx="{left + 5}" cy="{y - 4}" r="4" fill="{color}"/>', label(left + 15, y, name, "start")]
+    return picture(500, int(top + height + 62 + 18 * len(lines)), title, parts)
+
+
 def suite() -> str:
     """Return what changes in a user's script, and what stays."""
     modules = ("NeighborDataModule\nCPU threads", "PersistentSamplerDataModule\nthe GPU samples",

@@ -18,6 +18,7 @@ from lightning_gnn.hyscale.accelerator_sampling import (
     AcceleratorSampling,
     find_sampling,
 )
+from lightning_gnn.hyscale.admission import compare_trainers
 from lightning_gnn.hyscale.analytic import measure_sampling_share, model_of
 from lightning_gnn.hyscale.checks import check_training, find_conflict, overrides_transfer
 from lightning_gnn.hyscale.costs import TaskMapping, Threads, split_seeds
@@ -416,6 +417,10 @@ class HyScaleLoaders:
                 best = model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
                 modeled = best.accelerator_sampling
                 mapping = replace(best, threads=options.first_threads(best.threads))
+                if options.admits_cpu_trainers and drm is not False:  # their processes exist already
+                    admission = compare_trainers(model, trainers, options, num_workers_of(dataloader))
+                    if not admission.cpu_trainers:
+                        rank_zero_warn(f"{admission}; their processes were started by others, so a trial decides")
         if sampling is None:
             share = 0.0
         elif not isinstance(wanted, str):
