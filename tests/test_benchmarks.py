@@ -137,6 +137,7 @@ def test_tables_in_readme_and_docs_are_made_from_the_results(load):
         assert path.read_text(encoding="utf-8") == text, "run python -m benchmarks.report"
     assert report.CHART.read_text(encoding="utf-8") == report.chart(report.load()), "run python -m benchmarks.report"
     assert report.SCALING_CHART.read_text(encoding="utf-8") == report.scaling()[1], "run python -m benchmarks.report"
+    assert report.GAINS_CHART.read_text(encoding="utf-8") == report.hybrid_gains(), "run python -m benchmarks.report"
 
 
 def test_the_first_screen_of_the_readme_has_measured_times(load):

@@ -121,6 +121,7 @@ def test_pictures_are_those_that_the_script_draws():
         *charts.PICTURES,
         "results",
         "scaling",
+        "hyscale-gains",
     }  # test_benchmarks checks these
     for name, draw in charts.PICTURES.items():
         assert (charts.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == draw(), "run python docs/charts.py"
