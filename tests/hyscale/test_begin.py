@@ -126,7 +126,7 @@ def split_few_seeds(rank, seeds, num_ranks):
     strategy = make_hybrid(num_ranks, drm=True, shares=None, threads=[1, 1, 1], accelerator_sampling=0.0)
     module = Plain()
     trained = fit(module, strategy, eleven(seeds), epochs=1)
-    return trained.global_step, strategy.balance.total, copy_state(module)
+    return trained.global_step, strategy.balance.mapping.total, copy_state(module)
 
 
 @pytest.mark.slow
