@@ -77,7 +77,7 @@ def collective(data, options):
 
 def hyscale(data, options):
     """Change the strategy: the CPU trains beside the accelerators. Without one, the CPU stands for it."""
-    strategy = "hyscale" if torch.accelerator.is_available() else HyScaleStrategy(devices=["cpu"])
+    strategy = "hyscale" if torch.accelerator.is_available() else HyScaleStrategy(cpu_trainers=1, devices=["cpu"])
     return NeighborDataModule(data, **SAMPLING), pl.Trainer(strategy=strategy, **options)
 
 
