@@ -77,7 +77,8 @@ def collective(data, options):
 
 def hyscale(data, options):
     """Change the strategy: the CPU trains beside the accelerators. Without one, the CPU stands for it."""
-    strategy = "hyscale" if torch.accelerator.is_available() else HyScaleStrategy(cpu_trainers=1, devices=["cpu"])
+    devices = None if torch.accelerator.is_available() else ["cpu"]
+    strategy = HyScaleStrategy(cpu_trainers=1, devices=devices)  # strategy="hyscale" trains on the CPU where it pays
     return NeighborDataModule(data, **SAMPLING), pl.Trainer(strategy=strategy, **options)
 
 
