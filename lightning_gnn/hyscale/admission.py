@@ -14,7 +14,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from typing_extensions import override
 
@@ -102,29 +101,35 @@ class AdmittingLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
         strategy: Any = trainer.strategy
-        if trainer.state.fn == TrainerFn.FITTING:
-            strategy.admit(self._decide(strategy, **signature(function).bind(*args, **kwargs).arguments))
-            self.num_processes = strategy.num_processes
-        os.environ[ADMITTED] = str(strategy.trainers.num_cpu)  # for the other processes, which decide nothing
-        if self.num_processes * self.num_nodes == 1:
-            return function(*args, **kwargs)
+        # Processes that a call before has started stay: they would wait for this one.
+        if not self.cluster_environment.creates_processes_externally:
+            if trainer.state.fn == TrainerFn.FITTING:
+                strategy.admit(self._decide(trainer, **signature(function).bind(*args, **kwargs).arguments))
+                self.num_processes = strategy.num_processes
+            if self.num_processes == 1:
+                return function(*args, **kwargs)
+            os.environ[ADMITTED] = str(strategy.trainers.num_cpu)  # for the other processes, which decide nothing
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
-    def _decide(self, strategy: Any, **fit: Any) -> int:
+    def _decide(self, trainer: pl.Trainer, **fit: Any) -> int:
         """Return the number of CPU trainers: the checkpoint's in a resumed run, else the predicted one."""
-        if (saved := _saved_cpu_trainers(strategy.strategy_name, fit.get("ckpt_path"))) is not None:
-            return saved
+        strategy: Any = trainer.strategy
+        trainers: TrainerSet = strategy.trainers
+        if not trainers.num_cpu:
+            return 0  # decided by an earlier call
+        if (path := fit.get("ckpt_path")) is not None:
+            if not Path(path).is_file():
+                return trainers.num_cpu  # such as "last", which is looked for later
+            checkpoint = strategy.checkpoint_io.load_checkpoint(path, weights_only=fit.get("weights_only"))
+            saved = checkpoint.get(strategy.strategy_name, {})
+            if "cpu_trainers" in saved:
+                return int(saved["cpu_trainers"])
         data = fit.get("datamodule") or fit.get("train_dataloaders")
-        loader = data.train_dataloader() if isinstance(data, MiniBatchDataModule) else data
-        admission = admit_cpu_trainers(strategy.trainers, loader, fit["model"], strategy.options)
+        if isinstance(data, MiniBatchDataModule):  # prepared as the Trainer will do
+            data.trainer = trainer
+            data.prepare_data()
+            data.setup("fit")
+            data = data.train_dataloader()
+        admission = admit_cpu_trainers(trainers, data, fit["model"], strategy.options)
         rank_zero_info(str(admission))
         return admission.cpu_trainers
-
-
-def _saved_cpu_trainers(name: str, path: object) -> int | None:
-    """Return the number of CPU trainers of the run that wrote a checkpoint, None without one."""
-    if not isinstance(path, (str, Path)) or not Path(path).is_file():
-        return None
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True).get(name, {})
-    mappings = [node["first"] for node in state.get("balance", {}).values()]
-    return int(mappings[0]["cpu_trainers"]) if mappings else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -510,11 +509,10 @@ def cached_platform(
     trainers: TrainerSet, sampled_per_s: float, accelerator_rate: float = 0.0, gathers: bool = False
 ) -> Platform:
     """Return :func:`measure_platform` from the cache of this machine, or measure; not cached on a busy machine."""
-    devices, threads = list(map(str, trainers.devices)), torch.get_num_threads()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    kinds = [torch.cuda.get_device_name(each) if each.type == "cuda" else str(each) for each in trainers.devices]
     state = measured_once(
         "devices of this machine", lambda: asdict(measure_platform(trainers, 1.0, 0.0, gathers)),
-        devices, trainers.num_cpu, visible, threads, gathers,
+        kinds, trainers.num_cpu, torch.get_num_threads(), gathers,
     )  # fmt: skip
     rates = {name: None if state[name] is None else Processor(**state[name]) for name in ("cpu", "accelerator")}
     return Platform(**{**state, **rates, "sampling": sampled_per_s, "accelerator_sampling": accelerator_rate})

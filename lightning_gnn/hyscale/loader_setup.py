@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from lightning_gnn.hyscale.checks import check_training, find_conflict, override
 from lightning_gnn.hyscale.costs import TaskMapping, Threads, split_seeds
 from lightning_gnn.hyscale.drm import BalanceController, wanted_sampling
 from lightning_gnn.hyscale.options import (
+    ADMITTED,
     DETERMINISTIC_MODE_WARNING,
     NOMINAL_SEEDS,
     HyScaleOptions,
@@ -417,10 +419,11 @@ class HyScaleLoaders:
                 best = model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
                 modeled = best.accelerator_sampling
                 mapping = replace(best, threads=options.first_threads(best.threads))
-                if options.admits_cpu_trainers and drm is not False:  # their processes exist already
+                # The process that has started the others, if it is this package's launcher, has decided.
+                if options.admits_cpu_trainers and ADMITTED not in os.environ:
                     admission = compare_trainers(model, trainers, options, num_workers_of(dataloader))
                     if not admission.cpu_trainers:
-                        rank_zero_warn(f"{admission}; their processes were started by others, so a trial decides")
+                        rank_zero_warn(f"{admission}; their processes were started by others, so drm=True tries them")
         if sampling is None:
             share = 0.0
         elif not isinstance(wanted, str):

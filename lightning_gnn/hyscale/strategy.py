@@ -207,7 +207,10 @@ class HyScaleStrategy(WeightedDDPStrategy):
         assert environment is not None
         if not (self.options.admits_cpu_trainers and trainers.num_cpu and trainers.num_accelerators):
             return
-        if isinstance(self._launcher, _SubprocessScriptLauncher) and not environment.creates_processes_externally:
+        # Several nodes would each decide for themselves.
+        if self.num_nodes > 1 or environment.creates_processes_externally:
+            return
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
             self._launcher = AdmittingLauncher(environment, self.num_processes, self.num_nodes)
 
     def admit(self, cpu_trainers: int) -> None:
@@ -439,6 +442,8 @@ class HyScaleStrategy(WeightedDDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint from which every rank resumes exactly; other strategies can load it, too."""
         log.debug(f"{self.__class__.__name__}, {self.rank_name}: saving a checkpoint")
+        saved: dict[str, Any] = {"cpu_trainers": self.trainers.num_cpu}
+        checkpoint[self.strategy_name] = saved
         if self._group is not None and self.balance is not None and self._loaders is not None:
             only_this_rank = is_handling_exception()  # the other ranks cannot take part in a collective then
             if self._training_sync is not None and not only_this_rank:
@@ -446,7 +451,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
             state = None if self._rng is None else self._rng.state(), self.balance.state_dict()
             states = [state] * self._group.size if only_this_rank else self._group.all_gather_objects(state)
             nodes = range(self.num_nodes)
-            checkpoint[self.strategy_name] = {
+            saved |= {
                 "random": [stream for stream, _ in states],
                 "balance": {str(node): states[node * self.num_processes][1] for node in nodes},
                 "order": self._loaders.order_state(),

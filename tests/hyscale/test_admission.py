@@ -83,6 +83,93 @@ if trainer.global_rank == 0:
 """
 
 
+SEVERAL = """
+import os, sys
+from pathlib import Path
+import torch
+from lightning_gnn import NeighborDataModule
+from lightning_gnn.hyscale import admission
+from lightning_gnn.hyscale.admission import Admission
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from tests.hyscale.training import Plain, make_data, make_graph, SILENT
+import pytorch_lightning as pl
+
+out, place = Path(sys.argv[1]), sys.argv[2]
+decisions = iter([1, 0, 0] if place != "another trainer" else [0])
+admission.admit_cpu_trainers = lambda *given: Admission(next(decisions), "the test says so")
+
+
+class Late(NeighborDataModule):
+    def __init__(self):
+        super().__init__(make_graph(), num_neighbors=[-1], batch_size=60, seed=0)
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.is_ready = self.trainer is not None
+
+    def train_dataloader(self):
+        assert self.is_ready
+        return super().train_dataloader()
+
+
+class Kept(pl.Callback):
+    def state_dict(self):
+        return {"path": Path("an object that weights_only refuses")}
+
+
+class Valid(Plain):
+    def validation_step(self, batch, index):
+        self.log("val", self.loss(batch), batch_size=batch.batch_size)
+
+
+def make_trainer(**options):
+    return pl.Trainer(strategy=HyScaleStrategy(devices=["cpu"]), **{**SILENT, "max_epochs": 1, **options})
+
+
+trainer, module, data = make_trainer(callbacks=[Kept()]), Valid(), Late()
+worlds = []
+if place == "validation first":
+    trainer.validate(module, data)
+trainer.fit(module, data)
+worlds.append(trainer.world_size)
+if place == "two fits":
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data)
+    worlds.append(trainer.world_size)
+if place == "a checkpoint with an object":
+    trainer.save_checkpoint(out / "end.ckpt")
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data, ckpt_path=out / "end.ckpt", weights_only=False)
+    worlds.append(trainer.world_size)
+if place == "another trainer":
+    trainer = pl.Trainer(strategy=HyScaleStrategy(), **{**SILENT, "max_epochs": 1})
+    trainer.fit(Valid(), make_data())
+    worlds.append(trainer.world_size)
+if trainer.global_rank == 0:
+    print("worlds", worlds, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "worlds"),
+    [
+        ("two fits", [2, 2]),
+        ("validation first", [2]),
+        ("a checkpoint with an object", [2, 2]),
+        ("another trainer", [1, 1]),
+    ],
+)
+def test_what_a_script_does_besides_one_fit(place, worlds, tmp_path):
+    script, root = tmp_path / "script.py", Path(__file__).parents[2]
+    script.write_text(SEVERAL)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), place], stdout=PIPE, stderr=STDOUT, text=True, cwd=root,
+        check=False, env={**environment(), "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert f"worlds {worlds}" in done.stdout, done.stdout
+
+
 def run_script(folder, factor, options, **more):
     """Train in a script; return the number of ranks and of CPU trainers, the weights, and what was printed."""
     script = folder / "script.py"
