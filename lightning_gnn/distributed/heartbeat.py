@@ -248,11 +248,14 @@ class Heartbeats:
         present = [other for other in self._others if not self._statuses.get(other, {}).get("done")]
         states = {other: state_of(self._visible.get(other)) for other in present}
         gone = {other: self._gone.setdefault(other, now) for other in present if states[other] == "gone"}
-        if gone:  # name the first one, since others may have exited because of it
-            first = min(gone, key=gone.__getitem__)
+        if gone:  # name the first ones, since others may have exited because of them
+            first = min(gone.values())
             # Blame it only after reading its final status. Without the store, the cause may be a stopped store host.
-            if self._last_read > gone[first] or (self._is_store_broken and "stopped" not in states.values()):
-                return f"{self._describe(first)} died: its process exited unexpectedly (killed, or out of memory?)"
+            if self._last_read > first or (self._is_store_broken and "stopped" not in states.values()):
+                # Within one check, the order is unknown: engines such as torchrun end the other ranks at once.
+                names = [self._describe(other) for other, since in gone.items() if since == first]
+                exited = "its process exited" if len(names) == 1 else "their processes exited"
+                return f"{' and '.join(names)} died: {exited} unexpectedly (killed, or out of memory?)"
             self._wake.set()  # read its final status now
         silent = [other for other in present if now - self._last_change[other] > timeout]
         for other in sorted(silent, key=lambda other: states[other] != "stopped"):
