@@ -127,23 +127,13 @@ class KnownAccelerator:
         return found
 
 
-class EveryStep(HyScaleStrategy):
-    """Runs the module's step also on a CPU trainer that is left out."""
-
-    def on_train_start(self) -> None:
-        """Act as if a step had used a metric."""
-        super().on_train_start()
-        self._needs_every_step = True
-
-
 def make_strategy(spec: dict[str, Any]) -> Any:
     """Return the strategy of one contestant: ``auto`` for a plain Trainer."""
     if spec["trainer"] == "plain":
         return "auto"
     simulated = spec["accelerator"] and spec["device"] == "cpu"
     # A rank must not mistake another contestant's turn for a stall.
-    kind = EveryStep if spec.get("every_step") else HyScaleStrategy
-    return kind(
+    return HyScaleStrategy(
         devices=["cpu"] * spec.get("accelerators", 1) if simulated else None, stall_timeout=3600, **spec["options"]
     )
 

@@ -85,7 +85,6 @@ STATIC, PUBLISHED, OURS, FORCED, HYBRID = (
     "ours, + two-stage prefetch",
     "ours, default options",
 )
-EVERY_STEP = "ours, + two-stage prefetch, every step on the CPU"
 VARIANTS: dict[str, dict[str, Any]] = {
     PYG: {"library": "pyg", "trainer": "plain", "settle": 1},
     ALONE: {"options": {"cpu_trainers": 0, "prefetch": 1}},
@@ -94,7 +93,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     PUBLISHED: {"options": {"cpu_trainers": 1, "drm": "paper", "prefetch": 1}},
     OURS: {"options": {"cpu_trainers": 1, "prefetch": 1}},
     FORCED: {"options": {"cpu_trainers": 1}},
-    EVERY_STEP: {"options": {"cpu_trainers": 1}, "every_step": True},
 }
 Notes = dict[str, dict[str, Any]]
 Found = dict[str, Any]
@@ -183,7 +181,6 @@ def ablation(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str
             (OURS, alone[2], "what DRM gains"),
             (PUBLISHED, alone[2], "what DRM as published gains"),
             (FORCED, alone[3], "what the two-stage prefetch gains"),
-            (FORCED, [EVERY_STEP], "what it gains to skip the steps of a CPU trainer that is left out"),
             (FORCED, alone[1], "with a CPU trainer in any case"),
         ):
             compared = compare(rows, f"{what}, {text}", [ours], peers_, False, by_rounds=True)

@@ -15,7 +15,6 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gnn.distributed.mixed_device_group import as_message
-from lightning_gnn.distributed.module_tree import named_parts
 from lightning_gnn.runtime.devices import all_gather_objects
 from lightning_gnn.runtime.lightning import pl
 
@@ -36,8 +35,6 @@ class MetricSync:
         self._sharded_strategy = sharded_strategy
         self._step: str | None = None
         self._share = 0
-        self.used_metrics = False
-        """Whether the last step updated a metric, or logged a value that Lightning reduces when an epoch ends."""
         module.__dict__["log"] = self.log
 
     def remove(self) -> None:
@@ -47,17 +44,11 @@ class MetricSync:
     @contextmanager
     def collect(self, step: str, share: int) -> Iterator[None]:
         """Collect the values logged inside the ``with`` block."""
-        self._logged, self._step, self._share, self.used_metrics = {}, step, share, False
-        before = self._count_updates()
+        self._logged, self._step, self._share = {}, step, share
         try:
             yield
         finally:
             self._step = None
-            self.used_metrics |= before != self._count_updates()
-
-    def _count_updates(self) -> list[int]:
-        """Return the number of updates of each metric; modules may create metrics at any time."""
-        return [part._update_count for _, part in named_parts(self._module) if isinstance(part, Metric)]
 
     def log(self, *args: object, **kwargs: object) -> None:
         """Replacement for the module's ``log`` method."""
@@ -66,7 +57,6 @@ class MetricSync:
         reduction = _REDUCTIONS.get(getattr(reduce, "__name__", str(reduce)))
         value = arguments["value"]
         if self._step is None or reduction is None or isinstance(value, Metric | MetricCollection | dict):
-            self.used_metrics |= self._step is not None
             self._original(**arguments)
             return
         if isinstance(value, Tensor) and value.numel() != 1:

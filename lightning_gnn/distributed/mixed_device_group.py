@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,6 @@ def as_message(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     """Return a tensor for a collective: copied to the host if the group refuses its device, as gloo refuses NPUs."""
     is_accepted = not dist.is_initialized() or tensor.device.type in dist.get_backend_config(group)
     return tensor if is_accepted else tensor.cpu()
-
-
-def count_collectives() -> int:
-    """Return the number of collectives of the default group so far."""
-    group: Any = dist.group.WORLD
-    return int(group._get_sequence_number_for_group())
 
 
 class MixedDeviceGroup:

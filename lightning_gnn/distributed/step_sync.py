@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ class StepSummary:
     weight: float | Tensor = 0.0  # weight of the loss; the share without a returned weight, 1 for ``"sum"``
     loss: float | Tensor = 0.0
     wrote_buffers: float | Tensor = False
-    used_metrics: float = False  # whether it updated or logged a metric, whose ranks synchronize later
     signal: float = 0.0  # signal that stops the run, or 0
     drift: float = 0.0  # largest relative difference of this rank's parameters from rank 0's
     timings: Sequence[float] = ()  # stage seconds of the previous step; equally long on all ranks
@@ -56,9 +55,9 @@ class StepSummary:
     @classmethod
     def decode(cls, row: Sequence[float], num_timings: int) -> StepSummary:
         """Restore a summary from :meth:`encode`."""
-        share, new, kind, weight, loss, wrote, used, signal, drift, *rest = row
+        share, new, kind, weight, loss, wrote, signal, drift, *rest = row
         timings, metrics = rest[:num_timings], rest[num_timings:]
-        return cls(share, new, kind, weight, loss, wrote, used, signal, drift, timings, metrics)
+        return cls(share, new, kind, weight, loss, wrote, signal, drift, timings, metrics)
 
 
 class StepSync:
@@ -86,8 +85,6 @@ class StepSync:
         self.batch = BatchWeight(1, 1)
         """This rank's share of the current mini-batch."""
         self.has_valid_loss = False
-        self.skipped: tuple[Any, ...] | None = None
-        """The arguments of a step that this rank has skipped; None if it runs."""
         self.global_loss = 0.0
         """The undivided mini-batch's loss, available after :meth:`apply_step`."""
         # Collaborators
@@ -138,11 +135,6 @@ class StepSync:
         with self.metrics.collect(step, batch.local), effects:
             yield
 
-    def skip(self, batch: BatchWeight, *arguments: Any) -> None:
-        """Take part in a training step that this rank, which has no share of it, does not run with these arguments."""
-        self.batch, self._weight, self._loss, self.has_valid_loss = batch, None, None, False
-        self.skipped = arguments
-
     def record_loss(self, loss: Tensor | None, weight: Weight | Tensor | None) -> None:
         """Record the loss (None if missing) and weight of ``training_step``; ignored on a rank without a share."""
         self._loss = None if loss is None else loss.detach()
@@ -169,8 +161,7 @@ class StepSync:
             elif weight is not None:
                 summary.weight = weight
             summary.loss = 0.0 if self._loss is None else self._loss
-        summary.used_metrics, summary.signal = self.metrics.used_metrics, self._stop.signal or 0
-        summary.drift, summary.timings = self._drift, timings
+        summary.signal, summary.drift, summary.timings = self._stop.signal or 0, self._drift, timings
         if self.buffers is not None and self.batch.local:  # writes of the others are ignored
             summary.wrote_buffers = self.buffers.has_changed()
         return summary

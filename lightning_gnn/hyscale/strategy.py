@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import Unpack, override
 
 from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.distributed.exceptions import is_handling_exception
-from lightning_gnn.distributed.mixed_device_group import count_collectives
 from lightning_gnn.distributed.monitored_ranks import RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
@@ -164,8 +161,6 @@ class HyScaleStrategy(WeightedDDPStrategy):
         self._rng: RankRNG | None = None
         self._clock: StageClock | None = None
         self._is_observed = False
-        # Whether ranks must run training_step even if they are left out; None until they have run it in this fit.
-        self._needs_every_step: bool | None = None
         self._threads_before_training = torch.get_num_threads()
         self._restored: dict[str, Any] = {}
         if kwargs.get("checkpoint_io") is None:
@@ -311,8 +306,6 @@ class HyScaleStrategy(WeightedDDPStrategy):
         streams = [each for each in self._restored.pop("random", None) or [] if isinstance(each, Tensor)]
         self._rng = RankRNG(seed, self.global_rank, streams[self.global_rank : self.global_rank + 1])
         super().on_train_start()
-        metrics = (part for part in self._module.modules() if isinstance(part, Metric))
-        self._needs_every_step = any(metric.dist_sync_on_step for metric in metrics) or None
         self._clock = StageClock(self.root_device)
         self._loaders.resize()
 
@@ -329,36 +322,6 @@ class HyScaleStrategy(WeightedDDPStrategy):
         if self.balance.iteration % self.options.agree_every == 0:
             self.resync_parameters()
         self._is_observed = False
-
-    @override
-    def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        """Run the module's step; a CPU trainer that is left out only gets the other ranks' gradients."""
-        sync, balance = self._training_sync, self.balance
-        if sync is None or balance is None or self.root_device.type != "cpu":
-            return super().training_step(*args, **kwargs)
-        is_left_out = balance.leaves_out_cpu and not self.batch_weight().local
-        if is_left_out and self._module.automatic_optimization and self._needs_every_step is False:
-            sync.skip(self.batch_weight(), args, kwargs)
-            return torch.zeros((), requires_grad=True)
-        before = count_collectives()
-        output = super().training_step(*args, **kwargs)
-        # Hooks may use further outputs.
-        has_more = isinstance(output, Mapping) and not output.keys() <= {"loss", "weight"}
-        self._needs_every_step = self._needs_every_step or has_more or count_collectives() != before
-        return output
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object) -> Tensor:
-        """Reduce the gradients; if another rank used a metric, which synchronizes later, use it on this rank, too."""
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if (sync := self._training_sync) is None:
-            return loss
-        skipped, sync.skipped = sync.skipped, None
-        if skipped is not None and self._needs_every_step:
-            hook, self._module._current_fx_name = self._module._current_fx_name, "training_step"
-            super().training_step(*skipped[0], **skipped[1])
-            self._module._current_fx_name = hook
-        return loss
 
     @override
     def batch_weight(self) -> BatchWeight:
@@ -386,8 +349,6 @@ class HyScaleStrategy(WeightedDDPStrategy):
     def observe_step(self, summaries: list[StepSummary]) -> None:
         """Pass the previous iteration's timings of this node's ranks to the controller, once per iteration."""
         self.drift = max(self.drift, *(one.drift for one in summaries))
-        if any(one.used_metrics for one in summaries):
-            self._needs_every_step = True
         if self.balance is not None and not self._is_observed:
             self._is_observed = True
             first = self.global_rank - self.local_rank
