@@ -112,7 +112,7 @@ class Simulator(TorchDispatchMode):
 
     # -- replacements of library functions
 
-    def new_stream(self, device=None):
+    def new_stream(self, device=None, priority=0):
         self.streams.append(Stream(self, f"stream {len(self.streams)}"))
         return self.streams[-1]
 

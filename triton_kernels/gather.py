@@ -16,6 +16,10 @@ _VALUES_PER_TILE = 2048
 _TILE_WIDTHS = (256, 128, 64)
 _MAX_TILE_ROWS = 128
 _NUM_WARPS = 4
+# A bus of 64 GB/s with a latency of 2 us is saturated by 128 KiB in flight. More programs would only occupy
+# multiprocessors that train meanwhile. Rows of a cache are in device memory, where more bytes are in flight.
+BUS_BYTES = 1 << 18
+CACHED_BUS_BYTES = 1 << 20
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,9 +45,29 @@ def gather_kernel(
     SHARDS: tl.constexpr = 1,
     SHIFT: tl.constexpr = 0,
 ) -> None:
-    """Write a tile of ``out[i] = table[index[i]] * scales[index[i]]``; an invalid index gives BAD (if COPY) or NaN."""
+    """Write ``out[i] = table[index[i]] * scales[index[i]]``; an invalid index gives BAD (if COPY) or NaN.
+
+    A program writes every n-th tile of rows, where n is the number of programs.
+    """
+    tile = tl.program_id(0)
+    while tile < tl.cdiv(num_out, ROWS):
+        _write_tile(
+            tile, out, index, table, scales, slot, cache, num_out, num_rows, num_columns, row_stride, COPY, BAD,
+            QUANTISED, CACHED, ROWS, COLUMNS, SHARDS, SHIFT,
+        )  # fmt: skip
+        tile += tl.num_programs(0)
+
+
+@triton.jit
+def _write_tile(
+    tile: tl.tensor, out: tl.tensor, index: tl.tensor, table: tl.tensor, scales: tl.tensor, slot: tl.tensor,
+    cache: tl.tensor, num_out: tl.tensor, num_rows: tl.tensor, num_columns: tl.constexpr, row_stride: tl.constexpr,
+    COPY: tl.constexpr, BAD: tl.constexpr, QUANTISED: tl.constexpr, CACHED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, SHARDS: tl.constexpr, SHIFT: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write one tile of rows."""
     # 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     wanted = at < num_out
     in_row = column < num_columns
@@ -78,6 +102,7 @@ def gather(
     cache: Tensor | None = None,  # hot rows, of the table's dtype [cache_rows, num_columns], contiguous
     shards: tuple[Tensor, int, int] | None = None,
     # of a sharded table without a cache: shard addresses int64 [n], total rows, log2 of the rows per round-robin block
+    bus_bytes: int | None = None,  # most bytes that are read at a time; None: as many as the device can
 ) -> Tensor:
     """Gather rows into ``out``; a row outside the table gives NaN, -1 (integers) or False (bools)."""
     if out.numel() == 0:
@@ -92,7 +117,10 @@ def gather(
     num_columns = target.size(1)
     addresses, num_rows, shift = (None, table.size(0), 0) if shards is None else shards
     columns, rows = block_shape(num_columns)
-    gather_kernel[triton.cdiv(index.numel(), rows), triton.cdiv(num_columns, columns)](
+    tiles, across = triton.cdiv(index.numel(), rows), triton.cdiv(num_columns, columns)
+    if bus_bytes is not None:
+        tiles = min(tiles, max(1, bus_bytes // (rows * columns * table.element_size() * across)))
+    gather_kernel[tiles, across](
         target,
         index,
         table,

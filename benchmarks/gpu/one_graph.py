@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any
+from unittest import mock
 
 import pytorch_lightning as pl
 import torch
@@ -306,7 +307,16 @@ class OneGraph:
 
     def steps(self) -> dict[str, Callable[[int], float]]:
         """Training steps of a GraphSAGE model with one layer per hop, through Lightning's Trainer."""
-        return {name: partial(self._train, make) for name, make in self.datamodules().items()}
+        made = {name: partial(self._train, make) for name, make in self.datamodules().items()}
+        pinned = made["persistent, features pinned"]
+        return made | {"persistent, features pinned, read by all programs": partial(self._read_by_all, pinned)}
+
+    def _read_by_all(self, train: Callable[[int], float], turn: int) -> float:
+        """Train while host memory is read by as many programs as the device can run."""
+        from lightning_gnn.triton_kernels import gather
+
+        with mock.patch.object(gather, "BUS_BYTES", 1 << 62):
+            return train(turn)
 
     def _train(self, make: Callable[[], Any], turn: int) -> float:
         from lightning_gnn.nn import GraphSAGE, NodeClassifier

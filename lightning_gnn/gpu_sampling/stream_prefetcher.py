@@ -61,7 +61,8 @@ class StreamPrefetcher(Prefetcher):
     ) -> None:
         self._pipeline, self._tasks, self._depth, self._on_close = pipeline, tasks, depth, on_close
         self._prepare, self._bulk = prepare, bulk
-        self._stream = new_stream(pipeline.device) if depth else None
+        # The few programs that read host memory start while the step's kernels wait for multiprocessors.
+        self._stream = new_stream(pipeline.device, priority=-1) if depth else None
         self._launch: PendingLaunch | None = None
         self._sampled: deque[SampledBatch] = deque()
         self._ready: deque[tuple[PreparedBatch | BaseException, Any]] = deque()

@@ -37,11 +37,11 @@ def works(attempt: Callable[[], object]) -> bool:
     return True
 
 
-def new_stream(device: torch.device) -> torch.Stream | None:
-    """Create a stream on a device; return None on the CPU and on a backend without streams."""
+def new_stream(device: torch.device, priority: int = 0) -> torch.Stream | None:
+    """Create a stream on a device, urgent if ``priority`` is -1; return None without streams, as on the CPU."""
     if device.type == "cpu" or not works(lambda: torch.Stream(device).record_event().synchronize()):
         return None
-    return torch.Stream(device)
+    return torch.Stream(device, priority=priority)
 
 
 @contextmanager

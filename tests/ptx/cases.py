@@ -135,7 +135,7 @@ def typed(kind, types=2, num_warps=4, **options):
     return run
 
 
-def gathered(dtype, out_dtype, columns, cache=False, deal=None):
+def gathered(dtype, out_dtype, columns, cache=False, deal=None, bus_bytes=None):
     """Make a case of gathered rows; the index holds rows outside of the table."""
 
     def run(rng):
@@ -157,7 +157,7 @@ def gathered(dtype, out_dtype, columns, cache=False, deal=None):
         if deal:
             shard_table(table, *deal).take(index, out, scales)
         else:
-            gather(table, index, out, scales, slot, hot)
+            gather(table, index, out, scales, slot, hot, bus_bytes=bus_bytes)
         assert torch.equal(out[good], wanted), "rows"
         bad = out[~good]
         assert bool((bad.isnan() if out_dtype.is_floating_point else bad == -1).all()), "bad rows"
@@ -281,6 +281,7 @@ CASES = {
     "gather int8 with scales": gathered(torch.int8, FLOAT, 100),
     "gather int8 to float16": gathered(torch.int8, HALF, 12),
     "gather int64": gathered(torch.int64, torch.int64, 3),
+    "gather, few programs": gathered(FLOAT, FLOAT, 100, bus_bytes=1 << 14),
     "gather, cache": gathered(FLOAT, FLOAT, 100, cache=True),
     "gather, cache, int8": gathered(torch.int8, HALF, 20, cache=True),
     "gather, shards": gathered(FLOAT, FLOAT, 100, deal=(3, 2)),

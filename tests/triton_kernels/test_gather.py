@@ -92,6 +92,17 @@ def test_kernel_equals_torch(kind, columns, cached):
     assert torch.equal(out, expect(table, index, out_dtype, scales, slot, cache))
 
 
+@pytest.mark.parametrize("bus_bytes", [1, 1 << 15, 1 << 30])
+@pytest.mark.parametrize("columns", [1, 100, 602])
+def test_few_programs_gather_all_rows(columns, bus_bytes):
+    """Fewer programs than tiles, as many as tiles, and more bytes than there are."""
+    table, _ = make_table(37, columns, torch.float32)
+    index = torch.randint(37, (300,))
+    out = torch.full((300, columns), 99.0)
+    table, index, out = move_to_device(table, index, out)
+    assert torch.equal(gather(table, index, out, bus_bytes=bus_bytes), table[index])
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64, torch.uint8])
 def test_copies_of_any_dtype_keep_every_bit(dtype):
     table = torch.randint(0, 2, (20, 5)).to(dtype)

@@ -28,7 +28,7 @@ def gather_cuda(call: Gather, check: bool = False) -> None:
     if not runs_triton(out.device):
         gather_torch(call)
         return
-    from lightning_gnn.triton_kernels.gather import gather
+    from lightning_gnn.triton_kernels.gather import BUS_BYTES, CACHED_BUS_BYTES, gather
 
     rows = _as_matrix(table)
     with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
@@ -39,6 +39,7 @@ def gather_cuda(call: Gather, check: bool = False) -> None:
             None if scales is None else scales.contiguous(),
             None if slot is None else slot.contiguous(),
             None if cache is None else _as_matrix(cache),
+            bus_bytes=None if table.device == out.device else BUS_BYTES if cache is None else CACHED_BUS_BYTES,
         )
 
 
