@@ -164,9 +164,18 @@ def drop_rows(
             out[i, c] = x[i, c] * scale if halves[c] >= threshold else zero
 
 
+def relu_drop_rows(first: int, out: Tensor, p: float, key: int) -> None:
+    """Apply ReLU and dropout in place to rows ``[n, C]`` that are numbered from ``first`` on; ``key`` is mixed."""
+    scale = 1.0 / (1.0 - p)
+    if out.dtype == torch.bfloat16:
+        _relu_drop_bfloat16(first, *compiled_mask(p, key), _bits_of(out), np.float32(scale))
+    else:
+        array = out.numpy()
+        _relu_drop(first, *compiled_mask(p, key), array, array.dtype.type(scale))
+
+
 @numba.njit(nogil=True, cache=True)
-def relu_drop_rows(first: int, key: np.uint64, threshold: np.uint32, out: np.ndarray, scale: float) -> None:
-    """Apply ``drop_rows(relu(out))`` in place; the rows are numbered from ``first`` on."""
+def _relu_drop(first: int, key: np.uint64, threshold: np.uint32, out: np.ndarray, scale: float) -> None:
     zero = scale * 0
     words = np.empty((out.shape[1] + 1) // 2, np.uint64)
     halves = words.view(np.uint32)
@@ -176,6 +185,64 @@ def relu_drop_rows(first: int, key: np.uint64, threshold: np.uint32, out: np.nda
             value = out[i, c]
             # NaN propagates, as in torch's ReLU.
             out[i, c] = zero if (halves[c] < threshold) | (value <= zero) else value * scale
+
+
+@numba.njit(nogil=True, cache=True)
+def _relu_drop_bfloat16(first: int, key: np.uint64, threshold: np.uint32, out: np.ndarray, scale: np.float32) -> None:
+    words = np.empty((out.shape[1] + 1) // 2, np.uint64)
+    halves = words.view(np.uint32)
+    bits = np.empty(out.shape[1], np.uint32)
+    values = bits.view(np.float32)
+    for i in range(out.shape[0]):
+        _hash_row(key, first + i, words)
+        # Separate loops, which the compiler vectorizes.
+        for c in range(out.shape[1]):
+            # The sign bit without the fraction of NaN: a negative number, which ReLU replaces.
+            dropped = (halves[c] < threshold) | ((out[i, c] >= np.uint16(0x8000)) & (out[i, c] <= np.uint16(0xFF80)))
+            bits[c] = np.uint32(0) if dropped else np.uint32(out[i, c]) << np.uint32(16)
+        for c in range(out.shape[1]):
+            values[c] *= scale
+        for c in range(out.shape[1]):
+            out[i, c] = _round_bits(bits[c])
+
+
+def relu_drop_backward(grad: Tensor, result: Tensor, p: float, out: Tensor, total: Tensor) -> None:
+    """Write the gradient before ReLU and dropout, bfloat16 ``[n, C]``, and add its rows to ``total``, float32."""
+    arrays = _bits_of(grad), _bits_of(result), np.float32(1.0 / (1.0 - p)), _bits_of(out), total.numpy()
+    _relu_drop_bfloat16_backward(*arrays)
+
+
+@numba.njit(nogil=True, cache=True)
+def _relu_drop_bfloat16_backward(
+    grad: np.ndarray, result: np.ndarray, scale: np.float32, out: np.ndarray, total: np.ndarray
+) -> None:
+    bits = np.empty(grad.shape[1], np.uint32)
+    values = bits.view(np.float32)
+    for i in range(grad.shape[0]):
+        for c in range(grad.shape[1]):
+            # Neither zero nor negative, or NaN.
+            at = result[i, c]
+            kept = (at != np.uint16(0)) & ((at < np.uint16(0x8000)) | (at > np.uint16(0xFF80)))
+            bits[c] = np.uint32(grad[i, c]) << np.uint32(16) if kept else np.uint32(0)
+        for c in range(grad.shape[1]):
+            values[c] *= scale
+        for c in range(grad.shape[1]):
+            total[c] += values[c]
+        for c in range(grad.shape[1]):
+            out[i, c] = _round_bits(bits[c])
+
+
+@numba.njit(inline="always", cache=True)
+def _round_bits(bits: Any) -> Any:
+    # Ties to even, as torch rounds. Rounding could carry the fraction of NaN over into infinity.
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16((np.uint32(0x7FC00000) if is_nan else rounded) >> np.uint32(16))
+
+
+def _bits_of(tensor: Tensor) -> np.ndarray:
+    """Return bfloat16 as uint16, in the same memory."""
+    return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:

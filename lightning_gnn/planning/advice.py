@@ -4,9 +4,9 @@ from typing import Protocol
 
 import torch
 
-from lightning_gnn.planning.limits import product_rate
 from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.lightning import CombinedLoader, pl
+from lightning_gnn.runtime.machine_rates import product_rate
 
 MIN_BF16_SPEEDUP = 1.3  # speedup of bfloat16 matrix products from which on bf16-mixed is suggested
 

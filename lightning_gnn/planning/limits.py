@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from lightning_gnn.ops.gather.definition import gather_rows
-from lightning_gnn.runtime.machine_rates import measured_once, min_seconds
+from lightning_gnn.runtime.machine_rates import measured_once, min_seconds, product_rate
 
 _ARRAY_BYTES = 1 << 27  # size of the copied and read arrays: larger than CPU caches
 _ROW_BYTES = 512
-_ROWS, _WIDTH = 10_240, 256  # rows, and inputs and outputs, of a matrix product such as a layer's
+_ROWS = 10_240  # rows of a matrix product such as a layer's
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,3 @@ def measure_limits(threads: int) -> MachineLimits:
     finally:
         torch.set_num_threads(before)
     return MachineLimits(threads, copied, gathered, read, flops, flops_bf16)
-
-
-def product_rate(dtype: torch.dtype, rows: int = 1024) -> float:
-    """Measure the operations per second of a layer's matrix product with the current torch threads; takes some ms."""
-    left, right = torch.ones(rows, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
-    out = torch.empty(rows, _WIDTH, dtype=dtype)
-    return 2 * rows * _WIDTH * _WIDTH / min_seconds(lambda: torch.mm(left, right, out=out))

@@ -14,6 +14,7 @@ from lightning_gnn.runtime.files import read_json, read_text
 from lightning_gnn.runtime.store import checksum, find, get_or_create
 
 _REPEATS = 3
+_WIDTH = 256  # inputs and outputs of a matrix product such as a layer's
 
 
 def min_seconds(work: Callable[[], object]) -> float:
@@ -25,6 +26,13 @@ def min_seconds(work: Callable[[], object]) -> float:
         work()
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def product_rate(dtype: torch.dtype, rows: int = 1024) -> float:
+    """Measure the operations per second of a layer's matrix product with the current torch threads; takes some ms."""
+    left, right = torch.ones(rows, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
+    out = torch.empty(rows, _WIDTH, dtype=dtype)
+    return 2 * rows * _WIDTH * _WIDTH / min_seconds(lambda: torch.mm(left, right, out=out))
 
 
 def measured_once(title: str, measure: Callable[[], Mapping[str, Any]], *conditions: object) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch_geometric.nn.conv import MessagePassing
 
 from lightning_gnn.nn import GAT, GCN, GIN, GATConv, GATv2Conv, GCNConv, GINConv, GraphSAGE, SAGEConv
 from lightning_gnn.nn.conv import fused
+from lightning_gnn.ops.aggregate_update import definition
 from tests.nn.fusing import fuse_from
 
 LAYERS = {
@@ -52,8 +53,16 @@ def refuse_pygs_path(monkeypatch):
     monkeypatch.setattr(MessagePassing, "aggregate", refuse)
 
 
+@pytest.fixture(params=[True, False], ids=["products in bfloat16", "products in float32"])
+def narrow(monkeypatch, request):
+    """Compute as on a CPU that multiplies faster in bfloat16, and as on one that does not."""
+    for module in (definition, fused):
+        monkeypatch.setattr(module, "multiplies_bfloat16", lambda: request.param)
+    return request.param
+
+
 @pytest.fixture
-def always(monkeypatch, fused_always):
+def always(monkeypatch, fused_always, narrow):
     """Fuse batches of any size, and reject PyG's path."""
     refuse_pygs_path(monkeypatch)
 
@@ -114,14 +123,14 @@ def test_attention_under_autocast_is_nearer_float32_than_pygs(monkeypatch, layer
 
 
 @pytest.mark.parametrize("kind", ["max", "projected", "GIN"])
-def test_autocast_multiplies_in_float32_and_rounds(monkeypatch, fused_always, kind):
+def test_autocast_multiplies_in_the_faster_dtype(monkeypatch, fused_always, narrow, kind):
     layer, seen = LAYERS[kind](), []
     lin = {"max": "lin_r", "projected": "lin", "GIN": "nn"}[kind]
     getattr(layer, lin).register_forward_hook(lambda *given: seen.append(given[2].dtype))
     monkeypatch.setattr(fused, "find_obstacle", lambda _: None)  # the hook
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(torch.randn(50, 12), torch.randint(50, (2, 400)))
-    assert seen == [torch.float32]
+    assert seen == [torch.bfloat16 if narrow else torch.float32]
     assert out.dtype == torch.bfloat16
 
 

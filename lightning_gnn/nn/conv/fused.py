@@ -15,6 +15,7 @@ from lightning_gnn.nn.conv.graph import REDUCE
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import draw_key, draws_by_key
+from lightning_gnn.ops.products import multiplies_bfloat16
 
 PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter)  # exact types, without subclasses
 _STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
@@ -117,9 +118,9 @@ def can_fuse(
 
 
 def multiply(module: nn.Module, x: Tensor) -> Tensor:
-    """Return ``module(x)``; under CPU autocast compute in float32 (10 times faster) and round the result."""
+    """Return ``module(x)``; under CPU autocast compute in float32 and round the result, unless bfloat16 is faster."""
     low = x.is_cpu and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    if not low or any(parameter.dtype != torch.float32 for parameter in module.parameters()):
+    if not low or multiplies_bfloat16() or any(parameter.dtype != torch.float32 for parameter in module.parameters()):
         out: Tensor = module(x)
         return out
     with torch.autocast("cpu", enabled=False):

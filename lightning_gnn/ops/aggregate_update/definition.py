@@ -16,6 +16,7 @@ from lightning_gnn.ops.aggregate_update.reference import ReluDropout, Update
 from lightning_gnn.ops.aggregate_update.rows import get_chip
 from lightning_gnn.ops.dropout import mixed_key
 from lightning_gnn.ops.library import Context, check_floating, check_shapes, differentiable_gradients
+from lightning_gnn.ops.products import multiplies_bfloat16
 
 REDUCES = ("sum", "mean")
 _MACS_PER_ELEMENT = 16  # approximate cost of aggregating one element, in multiply-adds of a dense product
@@ -154,10 +155,12 @@ def _run(call: Update, then: ReluDropout | None) -> Tensor:
     device = call.x.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else call.x.dtype
-    if autocast or (device == "cpu" and dtype.itemsize < 4):
-        # CPUs compute in float32, which was measured to be faster than 16 bits.
-        compute_dtype = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
-        names = ("x", "weight", "self_weight", "bias")
+    # A CPU computes in bfloat16 only if it multiplies faster in it, and never in float16.
+    is_narrow = device != "cpu" or (dtype == torch.bfloat16 and multiplies_bfloat16())
+    compute_dtype = dtype if is_narrow else torch.promote_types(dtype, torch.float32)
+    if autocast or compute_dtype != call.x.dtype:
+        # Parameters are rounded to bfloat16 in the operator, so that their gradients are float32.
+        names = ("x",) if device == "cpu" and is_narrow else ("x", "weight", "self_weight", "bias")
         inputs = {name: tensor.to(compute_dtype) for name in names if (tensor := getattr(call, name)) is not None}
         with torch.autocast(device, enabled=False):
             return _run(call._replace(**inputs), then).to(dtype)
@@ -165,7 +168,7 @@ def _run(call: Update, then: ReluDropout | None) -> Tensor:
         call = call._replace(p=then.p, key=mixed_key(then.key))
     x, weight = call.x, call.weight
     if call.edges[1].numel() == 0 or x.numel() == 0 or sum(call.targets) * weight.size(1) == 0:
-        return reference.aggregate_update(call, False)[0]
+        return reference.aggregate_update(_in_dtype_of_x(call), False)[0]
     if _has_one_relation(call) and chip_executor(x.device, backend_name(None)) is not None:
         computed: Tensor = _run_outside_compiler(call)
         return computed
@@ -187,7 +190,7 @@ class _AggregateUpdate(torch.autograd.Function):
         keep = call.aggregate_first and wants_weight
         # Aggregated rows are saved only if the gradient of the weight needs them.
         if ctx.chip is None:
-            out, aggregated = torch.ops.lightning_gnn.aggregate_update(*call, keep)
+            out, aggregated = torch.ops.lightning_gnn.aggregate_update(*_in_dtype_of_x(call), keep)
             saved = [aggregated if keep else None]
         else:
             out, saved = ctx.chip.update(call, keep)
@@ -205,15 +208,22 @@ class _AggregateUpdate(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
 
             def compute(*inputs: Any) -> tuple[Tensor]:
-                return (reference.aggregate_update(Update(edges, *inputs, *ctx.rest), False)[0],)
+                return (reference.aggregate_update(_in_dtype_of_x(Update(edges, *inputs, *ctx.rest)), False)[0],)
 
             return *differentiable_gradients(compute, call[1:5], wanted, [grad]), None
         if ctx.chip is not None:
             grads = ctx.chip.backward(call, grad.contiguous(), saved, result, wanted)
         else:
             backward = torch.ops.lightning_gnn.aggregate_update_backward
-            grads = backward(*call, grad.contiguous(), saved[0], result, wanted)
-        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None
+            grads = backward(*_in_dtype_of_x(call), grad.contiguous(), saved[0], result, wanted)
+        given = zip(grads, wanted, call[1:5], strict=True)
+        return *(g.to(one.dtype) if want and one is not None else None for g, want, one in given), None
+
+
+def _in_dtype_of_x(call: Update) -> Update:
+    """Return the call with parameters of the dtype of x."""
+    names = ("weight", "self_weight", "bias")
+    return call._replace(**{name: one.to(call.x.dtype) for name in names if (one := getattr(call, name)) is not None})
 
 
 _with_autograd: Callable[..., Tensor] = _AggregateUpdate.apply

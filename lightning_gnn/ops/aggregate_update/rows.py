@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor
-from lightning_gnn.ops.aggregate.numba_rows import use_huge_pages, widen
+from lightning_gnn.ops.aggregate.numba_rows import to_loadable, use_huge_pages
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.numba import _run_ranges, _SortedEdges, _tiles
 from lightning_gnn.ops.library import Context, define, differentiable_gradients, library
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean", "max"]) -> Tensor:
     """Aggregate the in-neighbors of each target, 0 without any; tied maxima share the gradient."""
-    if x.is_cpu and x.dtype.itemsize < 4:  # CPUs accumulate in float32
+    # The CPU's loops read and write bfloat16, but not maxima; they accumulate in float32.
+    if x.is_cpu and x.dtype.itemsize < 4 and (x.dtype == torch.float16 or reduce == "max"):
         return aggregate_rows(x.float(), edges, reduce).to(x.dtype)
     no_kernel = not x.is_cpu and _get_reduce_chip(x, reduce) is None
     if no_kernel or edges[1].numel() == 0 or x.numel() == 0:
@@ -97,7 +98,7 @@ define(
 
 @torch.library.impl(library, "aggregate_rows", "CPU")
 def _aggregate_rows_cpu(edges: list[Tensor], x: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
-    x = widen(x)
+    x = to_loadable(x)
     rows = _SortedEdges(edges, x.dtype, reduce == "mean")
     out = use_huge_pages(x.new_empty((rows.count, x.size(1))))
     ties = use_huge_pages(torch.empty_like(out)) if reduce == "max" else out.new_empty(0)
@@ -119,9 +120,10 @@ def _aggregate_rows_cpu(edges: list[Tensor], x: Tensor, reduce: str) -> tuple[Te
 def _aggregate_rows_backward_cpu(
     edges: list[Tensor], grad: Tensor, x: Tensor, out: Tensor | None, ties: Tensor | None, reduce: str
 ) -> Tensor:
-    x, grad = widen(x), widen(grad)
+    x, grad = to_loadable(x), to_loadable(grad)
     if reduce == "mean":
-        grad = grad / edges[0].diff().clamp_(min=1).to(grad.dtype).unsqueeze(1)
+        degrees = edges[0].diff().clamp_(min=1).to(torch.promote_types(grad.dtype, torch.float32))
+        grad = (grad / degrees.unsqueeze(1)).to(grad.dtype)
     elif out is not None and ties is not None:
         grad = grad / ties
     by_source = torch.ops.lightning_gnn.edges_by_source(edges, x.size(0))
