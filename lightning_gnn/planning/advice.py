@@ -1,14 +1,20 @@
 """Advice after a run: the largest part of the epoch time, and a setting that would reduce it."""
 
+import copy
+from collections.abc import Iterable
+from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import torch
 
+from lightning_gnn.planning.steps import time_steps
 from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.lightning import CombinedLoader, pl
-from lightning_gnn.runtime.machine_rates import product_rate
 
-MIN_BF16_SPEEDUP = 1.3  # speedup of bfloat16 matrix products from which on bf16-mixed is suggested
+MIN_BF16_SPEEDUP = 1.15  # ratio of the times of a step, float32 to bf16-mixed, from which on bf16-mixed is suggested
+MAX_BF16_SLOWDOWN = 0.95  # the same ratio, below which bf16-mixed is advised against
+_NUM_BATCHES = 3
 
 
 class Epoch(Protocol):
@@ -56,12 +62,35 @@ def _advise_on_model(epoch: Epoch, trainer: pl.Trainer) -> str:
     preparing = (epoch.sampling_s or 0.0) + (epoch.features_s or 0.0)
     if threads < cores and preparing + epoch.model_s < 0.8 * cores * epoch.epoch_time_s:
         return f"torch_threads={cores} would use idle cores"
-    # On this package's mini-batches, layers compute in float32 at every precision.
-    if str(trainer.precision) == "32-true" and not hasattr(_loader(trainer), "num_threads"):
-        speedup = product_rate(torch.bfloat16) / product_rate(torch.float32)
-        if speedup >= MIN_BF16_SPEEDUP:
-            return f"trainer.precision=bf16-mixed may reduce it: bfloat16 products are {speedup:.1f}x as fast here"
+    precision = str(trainer.precision)
+    if precision not in ("32-true", "bf16-mixed") or (speedup := bf16_speedup(trainer)) is None:
+        return ""
+    measured = (
+        f"a step in bf16-mixed takes {1 / speedup:.2f}x of the time here, measured on {_NUM_BATCHES} mini-batches"
+    )
+    if precision == "32-true" and speedup >= MIN_BF16_SPEEDUP:
+        return f"trainer.precision=bf16-mixed would reduce it: {measured}"
+    if precision == "bf16-mixed" and speedup < MAX_BF16_SLOWDOWN:
+        return f"trainer.precision=32-true would reduce it: {measured}"
     return ""
+
+
+def bf16_speedup(trainer: pl.Trainer) -> float | None:
+    """Return the time of a training step in float32 over that in bf16-mixed on the CPU, or None for several ranks.
+
+    Copies of the module train on a few mini-batches of the Trainer's loader; the random state is restored.
+    """
+    loader, module = _loader(trainer), trainer.lightning_module
+    if trainer.world_size > 1 or not isinstance(loader, Iterable):
+        return None
+    batches, seconds = list(islice(iter(loader), _NUM_BATCHES)), []
+    with torch.random.fork_rng(devices=()):
+        for precision in ("32-true", "bf16-mixed"):
+            make_trainer = partial(pl.Trainer, accelerator="cpu", devices=1, precision=precision)
+            copied = [copy.copy(batch) for batch in batches]
+            step = time_steps(copy.deepcopy(module), make_trainer, copied, torch.get_num_threads())
+            seconds.append(step.seconds)
+    return seconds[0] / seconds[1]
 
 
 def _advise_on_other(epoch: Epoch, trainer: pl.Trainer) -> str:

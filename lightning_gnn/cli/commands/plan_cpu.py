@@ -58,8 +58,7 @@ def suggest_overrides(cfg: DictConfig) -> list[str]:
     options = inspect.signature(get_class(cfg.datamodule._target_)).parameters
     found = []
     fanouts = cfg.datamodule.get("num_neighbors")
-    # On mini-batches, layers compute in float32 at every precision: only full graphs gain.
-    if fanouts is None and str(cfg.trainer.get("precision", "32-true")) in ("32-true", "32"):
+    if str(cfg.trainer.get("precision", "32-true")) in ("32-true", "32"):
         narrow = "feature_dtype" in options and not cfg.datamodule.get("feature_dtype")
         found.append("trainer.precision=bf16-mixed" + " datamodule.feature_dtype=bfloat16" * narrow)
     if fanouts is not None:
