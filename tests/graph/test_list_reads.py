@@ -45,6 +45,22 @@ def find_resident_pages(indices):
     return found & 1 == 1
 
 
+def reads_ahead_on_advice(path):
+    """Return whether the first page of a file comes into the page cache within seconds of the advice."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        mapped = torch.from_numpy(
+            np.frombuffer(memory := mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+        )
+    memory.madvise(mmap.MADV_WILLNEED)
+    for _ in range(500):
+        if find_resident_pages(mapped)[0]:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_samples_equal_those_from_memory(folder):
     mapped, memory = (load_topology(folder, NODES, mmap, False, "") for mmap in (True, False))
     expect_list_reads(mapped.indices, larger_than=0)
@@ -64,6 +80,8 @@ def test_pages_of_the_frontier_come_and_no_others(folder):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if find_resident_pages(indices).any():
         pytest.skip("this file system keeps its pages")
+    if not reads_ahead_on_advice(folder / "indptr.npy"):
+        pytest.skip("this system ignores the advice, as emulators do")
     nodes = np.array([5, 2900, 1200])
     assert read_lists_ahead(graph.indptr.numpy(), indices.numpy(), nodes, -1) == 3
     offset, size = indices.data_ptr() % mmap.PAGESIZE, indices.element_size()
