@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
-from lightning_gnn.ops.dropout import dropout
+from lightning_gnn.ops.dropout import draw_key, draws_by_key, dropout, row_dropout
 
 _GATHER = 16  # cost of an edge reading one element of a row, in multiply-adds of a dense product
 _SCORE = 3  # cost of a head processing one element, in multiply-adds
@@ -17,15 +17,16 @@ _TILED = 1.5  # cost of a product per head and tile, relative to one of all head
 
 
 @contextmanager
-def as_float32(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield float32 features with autocast disabled; PyG's path also sums in float32 under autocast."""
+def without_autocast(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield features with autocast disabled: CPUs attend in float32, GPUs in the dtype of autocast."""
     device = source.device.type
     if not torch.is_autocast_enabled(device):
         yield source, target
         return
-    wide = source.float()
+    dtype = torch.float32 if source.is_cpu else torch.get_autocast_dtype(device)
+    cast = source.to(dtype)
     with torch.autocast(device, enabled=False):
-        yield wide, wide if target is source else target.float()
+        yield cast, cast if target is source else target.to(dtype)
 
 
 def run_gat(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
@@ -35,21 +36,24 @@ def run_gat(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: T
     weight, *others = (lin.weight for lin in layer.fused.products(layer).values())
     by_target = others[0] if others else weight
     # A score only needs the product of a node's features with a vector, not with the weight matrix.
-    scores = target @ fold_weight(layer.att_dst, by_target).t()
+    scores = _multiply(target, fold_weight(layer.att_dst, by_target))
     if aggregates_first(source, edges, weight, heads):
-        out = attend(edges, source, fold_weight(layer.att_src, weight), scores, weight, factor, slope)
+        side, weight = fold_weight(layer.att_src, weight).to(source.dtype), weight.to(source.dtype)
+        out = attend(edges, source, side, scores, weight, factor, slope)
     else:
-        out = attend(edges, F.linear(source, weight), layer.att_src.squeeze(0), scores, None, factor, slope)
+        side = layer.att_src.squeeze(0).to(source.dtype)
+        out = attend(edges, _multiply(source, weight), side, scores, None, factor, slope)
     return _finish(layer, out, target)
 
 
 def run_gatv2(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
     """Compute ``GATv2Conv`` for features of sources and targets, ``[n, in]``, and edges ``[2, E]``."""
     edges, factor = _sort_edges(layer, source, target, edge_index)
-    left = F.linear(source, layer.lin_l.weight, layer.lin_l.bias)
+    left = _multiply(source, layer.lin_l.weight, layer.lin_l.bias)
     is_shared = target is source and layer.lin_r is layer.lin_l
-    right = left if is_shared else F.linear(target, layer.lin_r.weight, layer.lin_r.bias)
-    out = attend(edges, left, layer.att.squeeze(0), right, None, factor, layer.negative_slope, dynamic=True)
+    right = left if is_shared else _multiply(target, layer.lin_r.weight, layer.lin_r.bias)
+    side = layer.att.squeeze(0).to(source.dtype)
+    out = attend(edges, left, side, right, None, factor, layer.negative_slope, dynamic=True)
     return _finish(layer, out, target)
 
 
@@ -84,14 +88,28 @@ def _sort_edges(
     edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), target.size(0), None)
     if layer.add_self_loops:
         edges = with_self_loops(edges, source.size(0))
-    if not layer.training or layer.dropout == 0.0:
-        return edges, None
-    return edges, dropout(source.new_ones(edges[1].numel(), layer.heads), layer.dropout)
+    return edges, draw_factor(source, edges, layer.heads, layer.dropout if layer.training else 0.0)
+
+
+def draw_factor(x: Tensor, edges: list[Tensor], heads: int, p: float) -> Tensor | None:
+    """Return the factors of the dropout of attention, ``[E, heads]``, the same on a CPU and a GPU; None for p = 0."""
+    if p == 0.0:
+        return None
+    ones = x.new_ones(edges[1].numel(), heads, dtype=torch.promote_types(x.dtype, torch.float32))
+    # A mode that intercepts torch's dropout must see the call.
+    return row_dropout(ones, p, draw_key()) if draws_by_key(torch.ones(1)) else dropout(ones, p)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W^T + b`` in the dtype of x."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _finish(layer: MessagePassing, out: Tensor, target: Tensor) -> Tensor:
+    dtype = next(iter(layer.fused.products(layer).values())).weight.dtype  # not that of autocast
+    out = out.to(dtype)
     if not layer.concat:
         out = out.view(out.size(0), layer.heads, layer.out_channels).mean(1)
     if layer.res is not None:
-        out = out + layer.res(target)
+        out = out + layer.res(target.to(dtype))
     return out if layer.bias is None else out + layer.bias

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor
+from lightning_gnn.ops.library import runs_triton
 
-_FLOATS = (torch.float32, torch.float64)
+_FLOATS, _HALVES = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
+_ALL = _FLOATS + _HALVES
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,15 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
         ),
         Impl("numba", ("cpu",), (*_FLOATS, torch.bfloat16), (torch.bfloat16,), least_size=1 << 19),
     ),
-    "attention": (Impl("numba", ("cpu",), _FLOATS, (torch.bfloat16,), least_size=1 << 17),),
+    "attention": (
+        Impl("triton", ("cuda",), _ALL, _HALVES, least_size=1 << 20, available=runs_triton),  # estimated
+        Impl("numba", ("cpu",), _FLOATS, (torch.bfloat16,), least_size=1 << 17),
+    ),
     "relations": (Impl("numba", ("cpu",), (*_FLOATS, torch.bfloat16, torch.float16), (torch.bfloat16,)),),
-    "relation_attention": (Impl("numba", ("cpu",), _FLOATS, (torch.bfloat16,)),),
+    "relation_attention": (
+        Impl("triton", ("cuda",), _ALL, _HALVES, available=runs_triton),
+        Impl("numba", ("cpu",), _FLOATS, (torch.bfloat16,)),
+    ),
 }
 """The implementations of each operator, in the order of preference."""
 

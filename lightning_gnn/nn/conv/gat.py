@@ -7,7 +7,7 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor, OptTensor
 
 from lightning_gnn.compressed.graph import CompressedGraph
-from lightning_gnn.nn.conv.attention import as_float32, run_gat
+from lightning_gnn.nn.conv.attention import run_gat, without_autocast
 from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse
 from lightning_gnn.nn.conv.graph import TENSOR, check_inputs, is_graph, with_self_loops
 from lightning_gnn.ops.aggregate.definition import aggregate
@@ -18,8 +18,8 @@ from lightning_gnn.ops.dropout import edge_dropout
 class GATConv(pyg.GATConv):  # type: ignore[misc]
     """PyG's ``GATConv`` (arXiv:1710.10903), whose ``edge_index`` may also be a compressed graph.
 
-    For an ``edge_index`` on the CPU, scores, softmax and sums take one pass over the edges, unless
-    :func:`~lightning_gnn.nn.unfused_layers` lists the layer; dropout then draws one key from torch's generator and
+    For an ``edge_index`` on the CPU or a GPU, scores, softmax and sums take one pass over the edges, unless
+    :func:`~lightning_gnn.nn.unfused_layers` lists the layer; dropout then draws one key from torch's CPU generator and
     derives its mask from the key. Constructor, parameters and results are those of PyG. With a graph,
     ``return_attention_weights`` returns the graph (with self-loops) and weights ``[E, heads]`` in its edge order.
 
@@ -58,7 +58,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         if not is_graph(edge_index):
             plain = edge_attr is None and size is None and return_attention_weights is None
             if plain and can_fuse(self, source, target, edge_index):
-                with as_float32(source, target) as wide:
+                with without_autocast(source, target) as wide:
                     return run_gat(self, *wide, edge_index)
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
         # A compressed graph supports attention with sum aggregation and without edge features.

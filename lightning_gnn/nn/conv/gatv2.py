@@ -6,12 +6,12 @@ from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptTensor, PairTensor
 
-from lightning_gnn.nn.conv.attention import as_float32, run_gatv2
+from lightning_gnn.nn.conv.attention import run_gatv2, without_autocast
 from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse
 
 
 class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
-    """PyG's ``GATv2Conv`` (arXiv:2105.14491), fused on the CPU like :class:`GATConv`; takes no compressed graph.
+    """PyG's ``GATv2Conv`` (arXiv:2105.14491), fused like :class:`GATConv`; takes no compressed graph.
 
     Constructor, parameters and results are those of PyG.
     """
@@ -38,6 +38,6 @@ class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
         source, target = (x, x) if isinstance(x, Tensor) else x
         plain = edge_attr is None and return_attention_weights is None
         if plain and can_fuse(self, source, target, edge_index):
-            with as_float32(source, target) as wide:
+            with without_autocast(source, target) as wide:
                 return run_gatv2(self, *wide, edge_index)
         return super().forward(x, edge_index, edge_attr, return_attention_weights)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.nn import HGTConv
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.nn.conv.attention import costs, fold_weight
+from lightning_gnn.nn.conv.attention import costs, draw_factor, fold_weight
 from lightning_gnn.nn.conv.backends import accepted_dtypes
 from lightning_gnn.nn.conv.fused import FusedSpec, are_usable, can_run, find_obstacle, has_hooks
 from lightning_gnn.nn.conv.gat import GATConv
@@ -19,7 +19,6 @@ from lightning_gnn.nn.type_modules import type_key
 from lightning_gnn.ops.aggregate_update.definition import Relation, sort_relations
 from lightning_gnn.ops.attention.definition import attend_relations
 from lightning_gnn.ops.attention.reference import Layout
-from lightning_gnn.ops.dropout import dropout
 
 
 def as_float32(rows: TypedRows) -> tuple[TypedRows, str]:
@@ -88,9 +87,8 @@ def attend_types(convs: Mapping[EdgeType, GATConv], rows: TypedRows, block: Laye
                 for name, slot in relations.slots.items()
             ])  # fmt: skip
             weight = torch.stack([weights[kind].view(heads, -1, table.size(1)) for kind in relations.read])
-            factor = None
-            if first_conv.training and first_conv.dropout > 0.0:
-                factor = dropout(table.new_ones(relations.edges[1].numel(), heads), first_conv.dropout)
+            p = first_conv.dropout if first_conv.training else 0.0
+            factor = draw_factor(table, relations.edges, heads, p)
             summed, _ = attend_relations(
                 relations.edges, table, side, shift, weight, relations.layout, factor, first_conv.negative_slope
             )  # fmt: skip
@@ -138,7 +136,7 @@ def _list_lins(layer: Any) -> dict[str, Any]:
 
 
 class TransformerConv(HGTConv):  # type: ignore[misc]
-    """PyG's ``HGTConv`` (arXiv:2003.01332) on the rows of all types, fused on the CPU."""
+    """PyG's ``HGTConv`` (arXiv:2003.01332) on the rows of all types, fused on the CPU and on a GPU."""
 
     fused = FusedSpec(
         HGTConv,
@@ -219,7 +217,10 @@ class TransformerConv(HGTConv):  # type: ignore[misc]
         scale = torch.cat([self.p_rel["__".join(kind)] for kind in read]) / math.sqrt(width)
         products = []
         for index, relation_lin in ((0, self.k_rel), (2, self.v_rel)):
-            relation = relation_lin.weight.view(heads, num_relations, width, width)[:, numbers]
+            # Not indexed by a list, which a GPU would wait for.
+            relation = torch.stack(
+                [relation_lin.weight.view(heads, num_relations, width, width)[:, n] for n in numbers], 1
+            )
             relation = relation * scale.t().view(heads, len(read), 1, 1) if index == 0 else relation
             products.append(torch.einsum("hrio,rhic->rhoc", relation, weight[index]))
             products.append(torch.einsum("hrio,rhi->rho", relation, bias[index]))

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate_update import edge_order  # noqa: F401  defines the operators that sort edges
-from lightning_gnn.ops.attention import numba, reference
+from lightning_gnn.ops.attention import numba, reference, triton
 from lightning_gnn.ops.attention.reference import Attend, Layout
-from lightning_gnn.ops.library import Context, check_shapes, differentiable_gradients
-
-_DTYPES = (torch.float32, torch.float64)
+from lightning_gnn.ops.library import Context, check_shapes, differentiable_gradients, runs_triton
 
 
 def attend(
@@ -60,16 +58,32 @@ def attend_relations(
 
 
 def with_self_loops(edges: list[Tensor], num_sources: int) -> list[Tensor]:
-    """Return CPU edges sorted by target in which each target that is a source ends with exactly one self-loop."""
-    return numba.with_self_loops(edges, min(num_sources, edges[0].numel() - 1))
+    """Return edges sorted by target in which each target that is a source ends with exactly one self-loop."""
+    backend = _backend(edges[0].device) or triton
+    looped: list[Tensor] = backend.with_self_loops(edges, min(num_sources, edges[0].numel() - 1))
+    return looped
+
+
+def _backend(device: torch.device) -> Any:
+    """Return the module of the kernels for a device, or None for the reference."""
+    if device.type == "cpu":
+        return numba
+    return triton if runs_triton(device) else None
 
 
 def _run(call: Attend, with_mass: bool) -> tuple[Tensor, Tensor]:
     _check(call)
     sizes = call.edges[1], call.values, call.side, call.side if call.weight is None else call.weight
-    if not call.values.is_cpu or any(tensor.numel() == 0 for tensor in sizes):
-        return reference.attend(call)
+    if _backend(call.values.device) is None or any(tensor.numel() == 0 for tensor in sizes):
+        return reference.attend(_cut_unused(call))
     return _with_autograd(*call[1:5], call, with_mass)
+
+
+def _cut_unused(call: Attend) -> Attend:
+    """Return a call without the unused entries behind the edges; waits for the device."""
+    (indptr, indices), factor = call.edges, call.factor
+    count = int(indptr[-1])
+    return call._replace(edges=[indptr, indices[:count]], factor=None if factor is None else factor[:count])
 
 
 class _Attend(torch.autograd.Function):
@@ -77,25 +91,25 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Context, values: Tensor, side: Tensor, shift: Tensor, weight: Tensor | None, call: Attend, with_mass: bool
     ) -> tuple[Tensor, Tensor]:
-        out, mass, *saved = numba.attend(call, ctx.needs_input_grad[3], with_mass)
+        out, mass, *saved = _backend(values.device).attend(call, ctx.needs_input_grad[3], with_mass)
         ctx.rest = call[6:]
         ctx.save_for_backward(*call[1:6], *saved, *call.edges)
         return out, mass
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor, grad_mass: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, factor, sums, attention, signed, indptr, indices = ctx.saved_tensors
+        *inputs, factor, first, second, third, indptr, indices = ctx.saved_tensors
         wanted, rest = ctx.needs_input_grad[:4], (factor, *ctx.rest)
         call = Attend([indptr, indices], *inputs, *rest)
         if torch.is_grad_enabled():  # create_graph=True
 
             def compute(*inputs: Any) -> tuple[Tensor, Tensor]:
-                return reference.attend(Attend([indptr, indices], *inputs, *rest))
+                return reference.attend(_cut_unused(Attend([indptr, indices], *inputs, *rest)))
 
             grads = differentiable_gradients(compute, inputs, wanted, [grad, grad_mass])
         else:
             out_grads = grad.contiguous(), grad_mass.contiguous()
-            grads = numba.attend_backward(call, *out_grads, (sums, attention, signed), [*wanted])
+            grads = _backend(grad.device).attend_backward(call, *out_grads, (first, second, third), [*wanted])
         return *grads, None, None
 
 
@@ -109,8 +123,9 @@ def _check(call: Attend) -> None:
             f"side must be [sides, heads, channels], but is {list(side.shape)}, and weight [relations, heads, out, "
             "channels]; dynamic attention scores values that are already multiplied, so its weight must be None"
         )
-    if values.dtype not in _DTYPES:
-        raise TypeError(f"values must be float32 or float64, but is {values.dtype}")
+    dtypes = (_backend(values.device) or numba).DTYPES
+    if values.dtype not in dtypes:
+        raise TypeError(f"values must be {' or '.join(str(d)[6:] for d in dtypes)}, but is {values.dtype}")
     heads, channels = side.shape[1:]
     num_relations, columns = sum(layout.relations), heads * channels
     out = 0 if weight is None else weight.size(2)
@@ -122,6 +137,8 @@ def _check(call: Attend) -> None:
         "factor": (call.factor, [call.edges[1].numel(), heads]),
     }
     check_shapes(shapes)
+    wide = torch.promote_types(values.dtype, torch.float32)
     for name, (tensor, _) in shapes.items():
-        if tensor is not None and tensor.dtype != values.dtype:
+        # float16 and bfloat16 would round the factors of dropout.
+        if tensor is not None and tensor.dtype not in (values.dtype, wide if name == "factor" else values.dtype):
             raise TypeError(f"{name} is {tensor.dtype}, but values is {values.dtype}; convert one of them")

@@ -18,6 +18,7 @@ from lightning_gnn.ops.aggregate_update.reference import Group
 from lightning_gnn.ops.attention import numba_kernels as kernels
 from lightning_gnn.ops.attention.reference import Attend
 
+DTYPES = (torch.float32, torch.float64)
 TILE_BYTES = 1 << 19  # a tile's sums: half of an L2 cache of 1 MB, so that the weights stay in it too
 MAX_SECTIONS = 32  # maximum parallelism; every section accumulates its own gradient of the parameters
 SECTION_WORK = 1 << 17  # elements read below which waking a thread takes longer than the work
