@@ -19,6 +19,10 @@ from lightning_gnn.ops import Labor
 from lightning_gnn.ops.aggregate import backends, reference
 from lightning_gnn.ops.aggregate import triton as aggregation
 from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
+from lightning_gnn.ops.aggregate_update.edge_order import edges_by_target
+from lightning_gnn.ops.attention import reference as attention_reference
+from lightning_gnn.ops.attention import triton as attention
+from lightning_gnn.ops.attention.reference import Attend, Layout
 from lightning_gnn.ops.sample import triton as sampling
 from lightning_gnn.triton_kernels import aggregate as aggregate_kernels
 from lightning_gnn.triton_kernels import row_parts, sample
@@ -242,6 +246,43 @@ def softmax(heads, dtype=torch.float32, tolerance=1e-5):
     return run
 
 
+def attended(kind, heads, channels, dtype=torch.float32, tolerance=1e-5):
+    """Make a case of attention and its gradients, which are the same bits under another schedule."""
+
+    def run(rng):
+        some, dynamic, across = generator(rng), kind == "dynamic", kind == "across"
+        count = rng.choice([5, 300])
+        ends = torch.stack([torch.randint(size, (count,), generator=some) for size in (60, 24)])
+        edges = edges_by_target(ends, 60, 24, None)
+        layout = Layout([12], [2], across) if across else Layout([24], [1], False)
+        shared, width = kind in ("across", "shared"), heads * channels
+        shapes = [
+            (60, channels if shared else width),
+            (24 if across else 1, heads, channels),
+            (24, width if dynamic else heads),
+            (layout.relations[0], heads, 3, channels) if shared else None,
+        ]
+        inputs = [None if shape is None else torch.randn(shape, generator=some).to(dtype) / 2 for shape in shapes]
+        factor = torch.randint(2, (count, heads), generator=some).to(dtype) * 2
+        call = Attend(edges, *inputs, factor, layout, 0.2, dynamic)
+        results = []
+        for _ in range(2):
+            out, mass, *saved = attention.attend(call, True, shared)
+            grads = attention.attend_backward(call, out.cos(), mass.cos(), saved, [True, True, True, shared])
+            results.append([out, mass, *grads[: 4 if shared else 3]])
+        assert all(map(torch.equal, *results)), "bits of another schedule"
+        exact = [None if tensor is None else tensor.double().requires_grad_() for tensor in inputs]
+        wanted = attention_reference.attend(Attend(edges, *exact, factor.double(), layout, 0.2, dynamic))
+        wanted = wanted if shared else (wanted[0], wanted[1][:0])
+        sent = [found.double().cos() for found in results[0][:2]]
+        leaves = [tensor for tensor in exact if tensor is not None]
+        grads = torch.autograd.grad(wanted[: 1 + shared], leaves, sent[: 1 + shared])
+        for found, want in zip(results[0], (wanted[0], wanted[1].view(*results[0][1].shape), *grads), strict=True):
+            torch.testing.assert_close(found.double(), want.detach(), rtol=tolerance, atol=10 * tolerance)
+
+    return run
+
+
 SMALL = ([5, 4, 3], [5, 5], [4, 2, 2])
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 CASES = {
@@ -297,6 +338,13 @@ CASES = {
     "softmax": softmax(3),
     "softmax, float16": softmax(8, HALF, 4e-3),
     "softmax, float64": softmax(1, torch.float64, 1e-12),
+    "attention": attended("static", 4, 8),
+    "attention, 3 heads of 5": attended("static", 3, 5),
+    "attention, float64": attended("dynamic", 3, 5, torch.float64, 1e-12),
+    "attention, dynamic": attended("dynamic", 8, 32),
+    "attention, bfloat16": attended("dynamic", 4, 8, BRAIN, 5e-2),
+    "attention, shared": attended("shared", 8, 100),
+    "attention, across": attended("across", 4, 20),
 }
 COMMON = list(CASES)[: list(CASES).index("disjoint")]
 

@@ -210,11 +210,11 @@ def instruction(opcode, operands):
         return write(operands[0], f"{name}_({typed(operands[1], kind)}, (u32){value(operands[2])})")
     if name == "bfe":
         low, count = (f"(u32){value(o)}" for o in operands[2:])
-        return (
-            write(operands[0], f"{typed(operands[1], kind)} >> {low} & ((1ull << {count}) - 1)")
-            if kind[0] == "u"
-            else None
-        )
+        if kind[0] == "s":  # the field's highest bit is its sign
+            size = bits_of(kind)
+            moved = f"(s{size})({typed(operands[1], kind)} << ({size} - {low} - {count}))"
+            return write(operands[0], f"{moved} >> ({size} - {count})")
+        return write(operands[0], f"{typed(operands[1], kind)} >> {low} & ((1ull << {count}) - 1)")
     if name == "popc":
         return write(operands[0], f"__builtin_popcountll({typed(operands[1], kind)})")
     if name == "prmt":

@@ -196,7 +196,8 @@ def test_second_derivatives(kind):
 def test_heterogeneous_models_equal_pygs(model, monkeypatch):
     calls = hetero.watch(monkeypatch)
     data = make_graph()
-    hetero.compare(*hetero.make_pair(model, data, (5, 5, 5), 2), data)
+    pair = [one.to(DEVICE) for one in hetero.make_pair(model, data, (5, 5, 5), 2)]
+    hetero.compare(*pair, data.to(DEVICE))
     assert calls
 
 
@@ -222,3 +223,39 @@ def test_kernels_compile_for_a100_and_h100(compiled):
         assert row["STACK"] <= 16  # outside the loops over entries
         assert row["REG"] <= (255 if row["kind"] == "fp64" else 144)
         assert not row["atomics"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the interpreter stands in")
+@pytest.mark.parametrize("pair", layers.PAIRS)
+@pytest.mark.parametrize("shape", [(100, 8, 32), (256, 8, 47), (602, 1, 41)])
+@pytest.mark.parametrize("dtype", [*TOLERANCE, "autocast"])
+def test_a_mini_batch_on_a_gpu(pair, shape, dtype):
+    """Results are PyG's, the same bits in each run, and nothing waits for the device."""
+    torch.manual_seed(0)
+    num_sources, num_targets = 60_000, 10_000
+    source, target = torch.randint(num_sources, (150_000,)), torch.arange(num_targets).repeat_interleave(15)
+    source[::20] = 7  # a hub
+    edges, autocast = torch.stack([source, target]).cuda(), dtype == "autocast"
+    ours, theirs = (layer.cuda() for layer in layers.make_layers(pair, shape[0], shape[2], heads=shape[1]))
+    x = torch.randn(num_sources, shape[0], dtype=torch.float64, device="cuda")
+
+    def step(layer, dtype, autocast=False):
+        layer, leaf = layer.to(dtype), x.to(dtype).requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            out = layer((leaf, leaf[:num_targets]), edges)
+        return [out.detach(), *torch.autograd.grad(out.double().square().sum(), [leaf, *layer.parameters()])]
+
+    exact, own = step(theirs, torch.float64), torch.float32 if autocast else dtype
+    first = step(ours, own, autocast)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = step(ours, own, autocast)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for got, again, want in zip(first, second, exact, strict=True):
+        assert got.dtype == own
+        assert torch.equal(got, again)
+        tolerance = TOLERANCE[torch.bfloat16 if autocast else dtype]
+        assert float((got.double() - want).norm() / want.norm()) < tolerance
