@@ -11,10 +11,12 @@ from torch_geometric.nn.models import MLP
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
+from lightning_gnn.nn.conv.attention import add_bias, run_attention
 from lightning_gnn.nn.conv.fused import can_fuse, find_obstacle, fold_dropout
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.nn.layers import LayerBlock, run_layers
 from lightning_gnn.ops.aggregate_update.edge_order import first_rows
+from lightning_gnn.ops.dropout import add_relu_drop
 
 
 def trims_exactly(model: nn.Module, num_hops: int) -> bool:
@@ -312,3 +314,18 @@ class GAT(LayeredGNN, pyg.GAT):  # type: ignore[misc]
         concat = kwargs.pop("concat", True) and not to_out
         channels = out_channels // heads if concat else out_channels
         return layer(in_channels, channels, heads=heads, concat=concat, dropout=self.dropout.p, **kwargs)
+
+    def apply_layer(self, layer: int, x: Tensor, block: LayerBlock, fuse: bool = True) -> tuple[Tensor, bool]:
+        """Apply a layer, as :meth:`LayeredGNN.apply_layer`."""
+        conv, target = self.convs[layer], x[: block.num_targets]
+        is_plain = (
+            type(conv) in (GATConv, GATv2Conv) and block.edge_attr is None and isinstance(block.edge_index, Tensor)
+        )
+        if not (fuse and is_plain and can_fuse(conv, x, target, block.edge_index)):
+            return super().apply_layer(layer, x, block, fuse)
+        out = run_attention(conv, x, target, block.edge_index)
+        # Keys are drawn in the order of the unfused layers: attention first.
+        then = fold_dropout(conv, self.norms[layer], self.act, self.dropout, out)
+        if then is None:
+            return add_bias(conv, out), False
+        return add_relu_drop(out, conv.bias, then.p, then.key), True

@@ -14,12 +14,13 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from lightning_gnn.ops.aggregate.numba_rows import use_huge_pages, widen
+from lightning_gnn.ops.aggregate.numba_rows import flatten, use_huge_pages, widen
 from lightning_gnn.ops.hashing import GOLDEN, MIX_1, MIX_2, NODE_STEP, mix, mix_compiled, node_key_compiled
 from lightning_gnn.ops.library import Context, check_shapes, define, library
 from lightning_gnn.ops.worker_threads import run_all
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
+_TILE_ROWS = 1024
 _ELEMENTS_PER_THREAD = 1 << 18  # elements that pay for waking one more thread
 
 
@@ -164,52 +165,83 @@ def drop_rows(
             out[i, c] = x[i, c] * scale if halves[c] >= threshold else zero
 
 
-def relu_drop_rows(first: int, out: Tensor, p: float, key: int) -> None:
-    """Apply ReLU and dropout in place to rows ``[n, C]`` that are numbered from ``first`` on; ``key`` is mixed."""
-    scale = 1.0 / (1.0 - p)
-    if out.dtype == torch.bfloat16:
-        _relu_drop_bfloat16(first, *compiled_mask(p, key), _bits_of(out), np.float32(scale))
-    else:
-        array = out.numpy()
-        _relu_drop(first, *compiled_mask(p, key), array, array.dtype.type(scale))
+def relu_drop_rows(
+    first: int, x: Tensor, p: float, key: int, bias: Tensor | None = None, out: Tensor | None = None
+) -> None:
+    """Write dropout(ReLU(x + bias)) of rows ``[n, C]`` numbered from ``first`` on, in place without ``out``."""
+    scale = _scalar(x, 1.0 / (1.0 - p))
+    shift = np.zeros(x.size(1), type(scale)) if bias is None else bias.to(_wide(x)).numpy()
+    loop = _relu_drop_bfloat16 if x.dtype == torch.bfloat16 else _relu_drop
+    loop(first, *compiled_mask(p, key), _array_of(x), shift, _array_of(x if out is None else out), scale)
+
+
+def relu_drop_backward(grad: Tensor, result: Tensor, p: float, out: Tensor, total: Tensor) -> None:
+    """Write the gradient before ReLU and dropout ``[n, C]``, and add its rows to ``total``, float32 or wider."""
+    loop = _relu_drop_bfloat16_backward if grad.dtype == torch.bfloat16 else _relu_drop_backward
+    loop(_array_of(grad), _array_of(result), _scalar(grad, 1.0 / (1.0 - p)), _array_of(out), total.numpy())
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums of ``x``."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _scalar(x: Tensor, value: float) -> Any:
+    # A factor of the arrays' dtype makes the compiled code round as torch does.
+    return torch.empty(0, dtype=_wide(x)).numpy().dtype.type(value)
+
+
+def _array_of(rows: Tensor) -> np.ndarray:
+    """Return an array of the same memory and shape; bfloat16 becomes uint16."""
+    return flatten(rows).reshape(rows.shape)
 
 
 @numba.njit(nogil=True, cache=True)
-def _relu_drop(first: int, key: np.uint64, threshold: np.uint32, out: np.ndarray, scale: float) -> None:
+def _relu_drop(
+    first: int, key: np.uint64, threshold: np.uint32, x: np.ndarray, bias: np.ndarray, out: np.ndarray, scale: float
+) -> None:
     zero = scale * 0
-    words = np.empty((out.shape[1] + 1) // 2, np.uint64)
+    words = np.full((out.shape[1] + 1) // 2, np.uint64(0xFFFFFFFFFFFFFFFF))
     halves = words.view(np.uint32)
     for i in range(out.shape[0]):
-        _hash_row(key, first + i, words)
+        if threshold:
+            _hash_row(key, first + i, words)
         for c in range(out.shape[1]):
-            value = out[i, c]
+            value = x[i, c] + bias[c]
             # NaN propagates, as in torch's ReLU.
             out[i, c] = zero if (halves[c] < threshold) | (value <= zero) else value * scale
 
 
 @numba.njit(nogil=True, cache=True)
-def _relu_drop_bfloat16(first: int, key: np.uint64, threshold: np.uint32, out: np.ndarray, scale: np.float32) -> None:
-    words = np.empty((out.shape[1] + 1) // 2, np.uint64)
+def _relu_drop_bfloat16(
+    first: int, key: np.uint64, threshold: np.uint32, x: np.ndarray, bias: np.ndarray, out: np.ndarray,
+    scale: np.float32,
+) -> None:  # fmt: skip
+    words = np.full((out.shape[1] + 1) // 2, np.uint64(0xFFFFFFFFFFFFFFFF))
     halves = words.view(np.uint32)
     bits = np.empty(out.shape[1], np.uint32)
     values = bits.view(np.float32)
     for i in range(out.shape[0]):
-        _hash_row(key, first + i, words)
+        if threshold:
+            _hash_row(key, first + i, words)
         # Separate loops, which the compiler vectorizes.
         for c in range(out.shape[1]):
-            # The sign bit without the fraction of NaN: a negative number, which ReLU replaces.
-            dropped = (halves[c] < threshold) | ((out[i, c] >= np.uint16(0x8000)) & (out[i, c] <= np.uint16(0xFF80)))
-            bits[c] = np.uint32(0) if dropped else np.uint32(out[i, c]) << np.uint32(16)
+            bits[c] = np.uint32(x[i, c]) << np.uint32(16)
         for c in range(out.shape[1]):
-            values[c] *= scale
+            value = values[c] + bias[c]
+            values[c] = np.float32(0) if (halves[c] < threshold) | (value <= np.float32(0)) else value * scale
         for c in range(out.shape[1]):
             out[i, c] = _round_bits(bits[c])
 
 
-def relu_drop_backward(grad: Tensor, result: Tensor, p: float, out: Tensor, total: Tensor) -> None:
-    """Write the gradient before ReLU and dropout, bfloat16 ``[n, C]``, and add its rows to ``total``, float32."""
-    arrays = _bits_of(grad), _bits_of(result), np.float32(1.0 / (1.0 - p)), _bits_of(out), total.numpy()
-    _relu_drop_bfloat16_backward(*arrays)
+@numba.njit(nogil=True, cache=True)
+def _relu_drop_backward(grad: np.ndarray, result: np.ndarray, scale: float, out: np.ndarray, total: np.ndarray) -> None:
+    zero = scale * 0
+    for i in range(grad.shape[0]):
+        for c in range(grad.shape[1]):
+            value = zero if result[i, c] <= zero else grad[i, c] * scale
+            out[i, c] = value
+            total[c] += value
 
 
 @numba.njit(nogil=True, cache=True)
@@ -240,9 +272,51 @@ def _round_bits(bits: Any) -> Any:
     return np.uint16((np.uint32(0x7FC00000) if is_nan else rounded) >> np.uint32(16))
 
 
-def _bits_of(tensor: Tensor) -> np.ndarray:
-    """Return bfloat16 as uint16, in the same memory."""
-    return tensor.view(torch.int16).numpy().view(np.uint16)
+def add_relu_drop(x: Tensor, bias: Tensor | None, p: float, key: int) -> Tensor:
+    """Return dropout(ReLU(x + bias)) of ``[n, C]`` in one pass over CPU tensors, as :func:`row_dropout` drops.
+
+    ``bias`` has the dtype of ``x``. Differentiable any number of times.
+    """
+    if not x.is_cpu or x.dtype == torch.float16 or x.numel() == 0:
+        return row_dropout((x if bias is None else x + bias).relu(), p, key)
+    return _fused_with_autograd(x, bias, p, mixed_key(key))
+
+
+class _AddReluDrop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, bias: Tensor | None, p: float, key: int) -> Tensor:
+        x, out = x.contiguous(), use_huge_pages(torch.empty(x.shape, dtype=x.dtype))
+        shift = None if bias is None else bias.detach()
+
+        def run(first: int, last: int) -> None:
+            relu_drop_rows(first, x[first:last], p, key, shift, out[first:last])
+
+        _run_over_rows(run, (x.size(0), x.size(1)))
+        ctx.save_for_backward(out)
+        ctx.rest = p, bias is not None
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (result,), (p, has_bias) = ctx.saved_tensors, ctx.rest
+        if torch.is_grad_enabled():  # create_graph=True
+            before = torch.where(result <= 0, 0, grad * (1.0 / (1.0 - p))).to(grad.dtype)
+            return before, before.sum(0) if has_bias else None, None, None
+        grad, before = grad.contiguous(), use_huge_pages(torch.empty(grad.shape, dtype=grad.dtype))
+        # A sum per tile, so that the bias's gradient does not depend on the threads.
+        tiles = range(0, grad.size(0), _TILE_ROWS)
+        totals = torch.zeros(len(tiles), grad.size(1), dtype=_wide(grad))
+
+        def run(first: int, last: int) -> None:
+            for number in range(first, last):
+                rows = slice(tiles[number], tiles[number] + _TILE_ROWS)
+                relu_drop_backward(grad[rows], result[rows], p, before[rows], totals[number])
+
+        _run_over_rows(run, (len(tiles), _TILE_ROWS * grad.size(1)))
+        return before, totals.sum(0).to(grad.dtype) if has_bias else None, None, None
+
+
+_fused_with_autograd: Callable[..., Tensor] = _AddReluDrop.apply
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:

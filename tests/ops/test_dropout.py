@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gnn.compressed.graph import CompressedGraph
-from lightning_gnn.ops.dropout import drop_by_row, dropout, edge_dropout, row_dropout, row_dropout_torch
+from lightning_gnn.ops.dropout import add_relu_drop, drop_by_row, dropout, edge_dropout, row_dropout, row_dropout_torch
 from lightning_gnn.ops.hashing import GOLDEN, NODE_STEP, mix
 from tests.patience import PATIENCE
 
@@ -190,3 +190,24 @@ def test_weights_of_edges_are_dropped_by_their_place():
     outside = edge_dropout(graph, weight, 0.5, True)
     torch.manual_seed(2)
     assert torch.equal(outside, dropout(weight, 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_bias_relu_and_dropout_in_one_pass(monkeypatch, dtype, has_bias, p):
+    monkeypatch.setattr("lightning_gnn.ops.dropout._TILE_ROWS", 8)
+    x = torch.randn(50, 7).to(dtype).requires_grad_()
+    bias = torch.randn(7).to(dtype).requires_grad_() if has_bias else None
+    inputs = [x, bias] if has_bias else [x]
+    fused = add_relu_drop(x, bias, p, 5)
+    # bfloat16 is rounded once.
+    wide = torch.promote_types(dtype, torch.float32)
+    plain = row_dropout((x.to(wide) + bias.to(wide) if has_bias else x.to(wide)).relu(), p, 5).to(dtype)
+    assert torch.equal(fused, plain)
+    first = [torch.autograd.grad(out.square().sum(), inputs, create_graph=True) for out in (fused, plain)]
+    direct = torch.autograd.grad(add_relu_drop(x, bias, p, 5).square().sum(), inputs)
+    second = [torch.autograd.grad(sum(one.square().sum() for one in grads), inputs) for grads in first]
+    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
+    for got, want in zip([*first[0], *second[0], *direct], [*first[1], *second[1], *first[1]], strict=True):
+        torch.testing.assert_close(got, want, **tolerance)

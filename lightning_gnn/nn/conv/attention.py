@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.conv import GATv2Conv, MessagePassing
 
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.dropout import draw_key, draws_by_key, dropout, row_dropout
@@ -27,6 +27,18 @@ def without_autocast(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, T
     cast = source.to(dtype)
     with torch.autocast(device, enabled=False):
         yield cast, cast if target is source else target.to(dtype)
+
+
+def run_attention(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+    """Compute ``GATConv`` or ``GATv2Conv`` without bias, for features ``[n, in]`` and edges ``[2, E]``."""
+    run = run_gatv2 if layer.fused.base is GATv2Conv else run_gat
+    with without_autocast(source, target) as rows:
+        return run(layer, *rows, edge_index)
+
+
+def add_bias(layer: MessagePassing, out: Tensor) -> Tensor:
+    """Add the bias of a layer, if it has one."""
+    return out if layer.bias is None else out + layer.bias
 
 
 def run_gat(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
@@ -112,4 +124,4 @@ def _finish(layer: MessagePassing, out: Tensor, target: Tensor) -> Tensor:
         out = out.view(out.size(0), layer.heads, layer.out_channels).mean(1)
     if layer.res is not None:
         out = out + layer.res(target.to(dtype))
-    return out if layer.bias is None else out + layer.bias
+    return out

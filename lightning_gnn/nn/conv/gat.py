@@ -7,7 +7,7 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor, OptTensor
 
 from lightning_gnn.compressed.graph import CompressedGraph
-from lightning_gnn.nn.conv.attention import run_gat, without_autocast
+from lightning_gnn.nn.conv.attention import add_bias, run_attention
 from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse
 from lightning_gnn.nn.conv.graph import TENSOR, check_inputs, is_graph, with_self_loops
 from lightning_gnn.ops.aggregate.definition import aggregate
@@ -58,8 +58,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         if not is_graph(edge_index):
             plain = edge_attr is None and size is None and return_attention_weights is None
             if plain and can_fuse(self, source, target, edge_index):
-                with without_autocast(source, target) as wide:
-                    return run_gat(self, *wide, edge_index)
+                return add_bias(self, run_attention(self, source, target, edge_index))
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
         # A compressed graph supports attention with sum aggregation and without edge features.
         if self.edge_dim is not None:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptTensor, PairTensor
 
-from lightning_gnn.nn.conv.attention import run_gatv2, without_autocast
+from lightning_gnn.nn.conv.attention import add_bias, run_attention
 from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse
 
 
@@ -38,6 +38,5 @@ class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
         source, target = (x, x) if isinstance(x, Tensor) else x
         plain = edge_attr is None and return_attention_weights is None
         if plain and can_fuse(self, source, target, edge_index):
-            with without_autocast(source, target) as wide:
-                return run_gatv2(self, *wide, edge_index)
+            return add_bias(self, run_attention(self, source, target, edge_index))
         return super().forward(x, edge_index, edge_attr, return_attention_weights)

@@ -34,6 +34,8 @@ def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
     x, weight, self_weight, bias = _detach_inputs(call)
     rows, groups = _SortedEdges(call.edges, x.dtype, call.mean), call.groups
     by_group = [group.concatenate_weights(weight) for group in groups]
+    # In bfloat16, a product without a bias is faster, and the activation adds the bias before it rounds.
+    is_later = bias is not None and call.p is not None and x.dtype == torch.bfloat16
     width, is_beside = x.size(1), _puts_own_rows_beside(call)
     if is_beside and self_weight is not None:
         by_group, self_weight, width = [torch.cat([weight[0], self_weight[0]], 1)], None, 2 * width
@@ -61,21 +63,21 @@ def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
                     if is_beside:
                         sums[:, x.size(1) :].copy_(x[group.own_rows(tile)])
                     sums = sums.view(tile.stop - tile.start, weights.size(1))
-                    if shift is None:
+                    if shift is None or is_later:
                         torch.mm(sums, weights.t(), out=result)
                     else:
                         torch.addmm(shift, sums, weights.t(), out=result)
                 else:
                     rows.write_sums(table, span.start, span.stop, result)
-                    if shift is not None:
+                    if shift is not None and not is_later:
                         result.add_(shift)
                 # Add the targets' own rows before the activation.
                 if self_weight is not None and group.own >= 0:
                     result.addmm_(x[group.own_rows(tile)], self_weight[group.node_type].t())
-                if call.p == 0.0:
-                    result.relu_()
+                if is_later or call.p:
+                    relu_drop_rows(tile.start, result, call.p or 0.0, call.key, shift if is_later else None)
                 elif call.p is not None:
-                    relu_drop_rows(tile.start, result, call.p, call.key)
+                    result.relu_()
 
     # Balance tiles over threads by the number of edges that they read, instead of their number of rows.
     if not call.aggregate_first:
