@@ -28,7 +28,10 @@ from benchmarks.device_clock import failure
 from benchmarks.gpu.page import page
 from benchmarks.harness import RESULTS, check_out, machine, shortened
 
-ONE_GRAPH = {"check": 2.0, "samples": 0.5, "launches": 1.0, "loaders": 1.0, "steps": 1.0, "places": 0.5, "shards": 2.0}
+ONE_GRAPH = {
+    "check": 2.0, "layers": 1.0, "steps": 1.0, "samples": 0.5, "launches": 1.0, "loaders": 1.0, "places": 0.5,
+    "shards": 2.0,
+}  # fmt: skip
 PARTS = {
     "check": 2.0, "host_bulks": 1.0, **ONE_GRAPH, "aggregate_blocks": 1.0, "persistent": 2.0, "full_graph": 4.0,
     "hyscale": 8.0, "collective": 8.0, "minibatch": 4.0, "epoch": 8.0, "aggregate": 2.0,

@@ -25,7 +25,7 @@ from benchmarks.timed_epochs import TimedBatches
 from lightning_gnn.datasets.synthetic import power_law_graph
 from lightning_gnn.graph.csc import CSCGraph
 
-UNITS = {"samples": "us", "launches": "us", "loaders": "ms", "steps": "ms", "places": "us"}
+UNITS = {"layers": "ms", "samples": "us", "launches": "us", "loaders": "ms", "steps": "ms", "places": "us"}
 """The parts that :meth:`OneGraph.measure` takes, with their unit per mini-batch."""
 WARPS, PROGRAMS = (2, 4, 8), (1, 2, 3, 4, 8)
 FETCH_SIZES = (5, 32, 128)
@@ -81,6 +81,12 @@ class OneGraph:
     def measure(self, part: str) -> dict[str, Any]:
         """Return the figures of one part: the values and median of each contestant, or its error."""
         return figures(rounds(getattr(self, part)(), self.runs + 1))  # the first round compiles and warms up
+
+    def layers(self) -> dict[str, Callable[[int], float]]:
+        """Return the contestants of :mod:`benchmarks.gpu.layers`."""
+        from benchmarks.gpu.layers import contestants
+
+        return contestants(self)
 
     # samples
 

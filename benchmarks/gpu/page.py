@@ -8,6 +8,7 @@ from benchmarks.gpu.model import GPUS, Batch, expected, hop_by_hop
 from benchmarks.harness import TABLE_HEAD, as_row
 
 HEADS = {
+    "layers": ("Layers", "Forward and backward of a model with one layer per hop, 256 channels; ms per mini-batch."),
     "samples": ("Samples", "From seeds to a sample on the device, without features; us per mini-batch."),
     "launches": ("Launches", "The kernels of one fused sample, by the shape of the launch; us."),
     "loaders": ("Mini-batches", "With features and labels on the device, nothing trained on them; ms per mini-batch."),
@@ -68,6 +69,14 @@ def verdicts(parts: dict[str, Any], others: dict[str, Any]) -> list[str]:
         ratios = {name: ms / shards["both dealt out"] for name, ms in shards.items() if name != "both dealt out"}
         said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
         found.append(f"Several GPUs, time of a mini-batch over that with **both dealt out**: {said}.")
+    layers = medians(parts.get("layers", {}))
+    if ratios := {
+        name.removesuffix(", PyG"): ms / layers[f"{name.removesuffix(', PyG')}, ours"]
+        for name, ms in layers.items()
+        if name.endswith(", PyG") and f"{name.removesuffix(', PyG')}, ours" in layers
+    }:
+        said = "; ".join(f"{name} **{ratio:.2f}**" for name, ratio in ratios.items())
+        found.append(f"Layers, PyG's time over ours: {said}.")
     for part, what in (("loaders", "Mini-batches"), ("steps", "Training steps")):
         both = medians(parts.get(part, {}))
         ours = {name: ms for name, ms in both.items() if name.startswith(OURS)}
