@@ -6,12 +6,12 @@ from lightning_gnn.ops.dropout import dropout
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout`` whose CPU mask is a function of one key, which allows vectorized, multithreaded generation.
+    """``torch.nn.Dropout`` whose mask is a function of one key: the same on the CPU and, with Triton, on a GPU.
 
     Each call draws a 64-bit key from torch's CPU generator; a hash of (key, i, c) decides whether element (i, c) of
     ``[n, ...]`` is dropped. ``seed_everything``, activation checkpointing and resumed runs thus reproduce masks for
-    any number of threads. Otherwise (other devices, compiled or transformed functions, in place, torch modes like the
-    one in which ``"ascend_hybrid"`` draws dropout) it is torch's dropout.
+    any number of threads. Otherwise (other devices, CUDA graphs, compiled or transformed functions, in place, torch
+    modes like the one in which ``"ascend_hybrid"`` draws dropout) it is torch's dropout.
 
     Examples:
         >>> import torch

@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 
 from lightning_gnn.ops.aggregate.numba_rows import flatten, use_huge_pages, widen
 from lightning_gnn.ops.hashing import GOLDEN, MIX_1, MIX_2, NODE_STEP, mix, mix_compiled, node_key_compiled
-from lightning_gnn.ops.library import Context, check_shapes, define, library
+from lightning_gnn.ops.library import Context, check_shapes, define, library, runs_triton
 from lightning_gnn.ops.worker_threads import run_all
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
@@ -122,6 +122,34 @@ def _row_dropout_cpu(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tens
     arrays = (whole.numpy(), ids, out.numpy(), whole.numpy().dtype.type(scale))
     _run_over_rows(drop_rows, shape, *compiled_mask(p, key), *arrays)
     return out.view(x.shape).to(x.dtype)
+
+
+@torch.library.impl(library, "row_dropout", "CUDA")
+def row_dropout_cuda(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
+    """Apply :func:`row_dropout` on a GPU, with the bits of the CPU; ``key`` is mixed already."""
+    if x.numel() == 0 or p == 1.0 or not runs_triton(x.device):
+        return row_dropout_torch(x, p, key, rows)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _launch(x.view(x.size(0), -1), out.view(x.size(0), -1), p, key, None if rows is None else rows.contiguous(), False)
+    return out
+
+
+def relu_dropout_cuda(x: Tensor, p: float, key: int) -> Tensor:
+    """Apply ReLU and :func:`row_dropout` to contiguous ``x`` ``[n, C]`` on a GPU, in place if Triton runs there."""
+    if x.numel() == 0 or p == 0.0:
+        return x.relu_()
+    if p == 1.0 or not runs_triton(x.device):
+        return row_dropout_torch(x.relu_(), p, key, None)
+    _launch(x, x, p, key, None, True)
+    return x
+
+
+def _launch(x: Tensor, out: Tensor, p: float, key: int, rows: Tensor | None, relu: bool) -> None:
+    from lightning_gnn.triton_kernels import dropout as kernels
+
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        kernels.row_dropout(x, out, 1.0 / (1.0 - p), _threshold(p), key, rows, relu)
 
 
 def compiled_mask(p: float, key: int) -> tuple[np.uint64, np.uint32]:
@@ -320,7 +348,7 @@ _fused_with_autograd: Callable[..., Tensor] = _AddReluDrop.apply
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Apply ``torch.nn.functional.dropout``; on the CPU the mask is hashed from one key of torch's generator."""
+    """Apply ``torch.nn.functional.dropout``, with a mask hashed from one key of torch's generator where possible."""
     if not training or p == 0.0 or not draws_by_key(x):
         return F.dropout(x, p, training)
     return row_dropout(x, p, draw_key())
@@ -330,7 +358,10 @@ def draws_by_key(x: Tensor) -> bool:
     """Return whether :func:`dropout` hashes the mask of ``x`` from a key, instead of calling torch's dropout."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.layout != torch.strided or x.is_nested:
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_nested:
+        return False
+    # A CUDA graph would draw the same key in each replay; torch's generator knows of graphs.
+    if not x.is_cpu and not (x.is_cuda and runs_triton(x.device) and not torch.cuda.is_current_stream_capturing()):
         return False
     if not x.is_floating_point() or x.dim() == 0 or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False

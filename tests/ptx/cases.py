@@ -15,7 +15,7 @@ import traceback
 import torch
 
 from lightning_gnn.graph import CSCGraph
-from lightning_gnn.ops import Labor
+from lightning_gnn.ops import Labor, dropout
 from lightning_gnn.ops.aggregate import backends, reference
 from lightning_gnn.ops.aggregate import triton as aggregation
 from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
@@ -37,7 +37,7 @@ from tests.triton_kernels.sampling_cases import shard_table
 CPU = torch.device("cpu")
 driver.install()
 sample.device_of = lambda indices: CPU
-for module in (aggregation, backends):
+for module in (aggregation, backends, dropout):
     module.runs_triton = lambda device: True
 row_parts.MAX_ENTRIES = aggregate_kernels.MAX_ENTRIES = 16  # splits rows into parts
 torch.set_num_threads(1)
@@ -283,6 +283,20 @@ def attended(kind, heads, channels, dtype=torch.float32, tolerance=1e-5):
     return run
 
 
+def dropped(dtype, columns, given=False):
+    """Make a case of dropout by row, alone or after a ReLU in place."""
+
+    def run(rng):
+        some, p, key = generator(rng), rng.choice([0.1, 0.5, 0.9]), rng.randrange(2**63)
+        x = torch.randn(rng.choice([1, 37]), columns, generator=some).to(dtype)
+        rows = torch.randint(2**40, x.shape[:1], generator=some) if given else None
+        assert torch.equal(dropout.row_dropout_cuda(x, p, key, rows), dropout.row_dropout_torch(x, p, key, rows))
+        wanted = dropout.row_dropout_torch(x.relu(), p, key, None)
+        assert torch.equal(dropout.relu_dropout_cuda(x, p, key), wanted)
+
+    return run
+
+
 SMALL = ([5, 4, 3], [5, 5], [4, 2, 2])
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 CASES = {
@@ -345,6 +359,9 @@ CASES = {
     "attention, bfloat16": attended("dynamic", 4, 8, BRAIN, 5e-2),
     "attention, shared": attended("shared", 8, 100),
     "attention, across": attended("across", 4, 20),
+    "dropout": dropped(FLOAT, 301, given=True),
+    "dropout, bfloat16": dropped(BRAIN, 47),
+    "dropout, float64": dropped(torch.float64, 8, given=True),
 }
 COMMON = list(CASES)[: list(CASES).index("disjoint")]
 

@@ -209,12 +209,10 @@ def instruction(opcode, operands):
     if name in ("shl", "shr"):
         return write(operands[0], f"{name}_({typed(operands[1], kind)}, (u32){value(operands[2])})")
     if name == "bfe":
+        # The bits move to the upper end, and back down with zeros, or with copies of the sign.
         low, count = (f"(u32){value(o)}" for o in operands[2:])
-        if kind[0] == "s":  # the field's highest bit is its sign
-            size = bits_of(kind)
-            moved = f"(s{size})({typed(operands[1], kind)} << ({size} - {low} - {count}))"
-            return write(operands[0], f"{moved} >> ({size} - {count})")
-        return write(operands[0], f"{typed(operands[1], kind)} >> {low} & ((1ull << {count}) - 1)")
+        upper = f"shl_({typed(operands[1], kind.replace('s', 'u'))}, {bits_of(kind)} - {low} - {count})"
+        return write(operands[0], f"shr_(as<{c_type(kind)}>({upper}), {bits_of(kind)} - {count})")
     if name == "popc":
         return write(operands[0], f"__builtin_popcountll({typed(operands[1], kind)})")
     if name == "prmt":

@@ -23,7 +23,9 @@ class ReluDropout(NamedTuple):
 
 def activated(out: Tensor, then: ReluDropout | None) -> Tensor:
     """Apply ``then`` unless it is None; differentiable."""
-    return out if then is None else row_dropout(out.relu(), then.p, then.key)
+    if then is None or then.p == 0.0:
+        return out if then is None else out.relu()
+    return row_dropout(out.relu(), then.p, then.key)
 
 
 class Group(NamedTuple):
@@ -132,7 +134,9 @@ def update(sums: Sums, call: Update, keep: bool) -> tuple[Tensor, Tensor]:
         results.append(result if call.bias is None else result + call.bias[group.node_type])
     out = torch.cat(results)
     if call.p is not None:
-        out = row_dropout_torch(out.relu(), call.p, call.key, None)
+        out = out.relu()
+    if call.p:
+        out = row_dropout_torch(out, call.p, call.key, None)
     return out, rows if keep else x.new_empty(0)
 
 
