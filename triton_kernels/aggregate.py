@@ -245,18 +245,6 @@ def edge_sums(values: Tensor, edge_ids: Tensor | None, rows: RowParts, out: Tens
     _sum_parts(values.unsqueeze(1), edge_ids, None, rows, False, out, block)
 
 
-def sum_rows(edges: list[Tensor], x: Tensor, mean: bool, out: Tensor) -> None:
-    """Write the sums (or means) over the edges of each row, ``[num_rows, C]``, without splitting rows or waiting."""
-    if not out.numel():
-        return
-    indptr, indices, *weight = edges
-    block = block_shape(x.size(0), 1, x.size(1), x.dtype, cache_bytes(x.device))
-    rows = torch.arange(out.size(0), dtype=torch.int32, device=x.device)
-    degrees = indptr.diff().int() if mean else None
-    parts = indptr[:-1], indptr[1:], rows, rows
-    launch_rows(out, out, x.unsqueeze(1), indices, weight[0] if weight else None, parts, degrees, block)
-
-
 def _sum_parts(
     x: Tensor,
     indices: Tensor | None,

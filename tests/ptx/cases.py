@@ -23,9 +23,11 @@ from lightning_gnn.ops.aggregate_update.edge_order import edges_by_target
 from lightning_gnn.ops.attention import reference as attention_reference
 from lightning_gnn.ops.attention import triton as attention
 from lightning_gnn.ops.attention.reference import Attend, Layout
+from lightning_gnn.ops.aggregate_update import reference as update_reference
+from lightning_gnn.ops.aggregate_update import triton as updates
 from lightning_gnn.ops.sample import triton as sampling
 from lightning_gnn.triton_kernels import aggregate as aggregate_kernels
-from lightning_gnn.triton_kernels import row_parts, sample
+from lightning_gnn.triton_kernels import edge_sums, row_parts, sample
 from lightning_gnn.triton_kernels.gather import gather
 from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
 from lightning_gnn.triton_kernels.sample_relations import TritonRelationSampler
@@ -37,7 +39,7 @@ from tests.triton_kernels.sampling_cases import shard_table
 CPU = torch.device("cpu")
 driver.install()
 sample.device_of = lambda indices: CPU
-for module in (aggregation, backends, dropout):
+for module in (aggregation, backends, dropout, updates):
     module.runs_triton = lambda device: True
 row_parts.MAX_ENTRIES = aggregate_kernels.MAX_ENTRIES = 16  # splits rows into parts
 torch.set_num_threads(1)
@@ -297,6 +299,81 @@ def dropped(dtype, columns, given=False):
     return run
 
 
+def draw_block(rng, num_sources=40, num_targets=25):
+    """Draw a layer's sorted edges, with hubs on both sides and targets without edges."""
+    some = generator(rng)
+    degrees = torch.randint(0, 7, (num_targets,), generator=some)
+    degrees[3] = rng.choice([5, 90])
+    source = (torch.rand(int(degrees.sum()), generator=some) ** rng.choice([1, 5]) * num_sources).to(torch.int32)
+    return [torch.nn.functional.pad(degrees.cumsum(0), (1, 0)), source]
+
+
+def updated(dtype, columns, out=5, weighted=False, mean=True, own=True, aggregate_first=True):
+    """Make a case of a layer's update, forward and backward; integers are exact but for the mean."""
+
+    def run(rng):
+        edges = draw_block(rng)
+        if weighted:
+            edges.append(draw_whole(rng, edges[1].numel(), dtype=dtype))
+        x, weight = draw_whole(rng, 40, columns, dtype=dtype), draw_whole(rng, 1, out, columns, dtype=dtype)
+        self_weight = draw_whole(rng, 1, out, columns, dtype=dtype) if own else None
+        bias, grad = draw_whole(rng, 1, out, dtype=dtype), draw_whole(rng, 25, out, dtype=dtype)
+        call = update_reference.Update(
+            edges, x, weight, self_weight, bias, [25], [1], [0], mean, aggregate_first, rng.choice([None, 0.0, 0.5]), 9
+        )
+        exact = call._replace(**{
+            name: part.double() for name, part in zip(call._fields, call, strict=True)
+            if isinstance(part, torch.Tensor)
+        })  # fmt: skip
+        found, kept = updates.aggregate_update(call, True)
+        wanted, wide = update_reference.aggregate_update(exact, True)
+        result = None if call.p is None else found
+        wants = [True, True, own, True]
+        kept, wide = (kept, wide) if aggregate_first else (None, None)
+        grads = updates.aggregate_update_backward(call, grad, kept, result, wants)
+        others = update_reference.aggregate_update_backward(exact, grad.double(), wide, result, wants)
+        tolerance = {torch.float32: 1e-4, torch.float64: 1e-11}.get(dtype, 0.1)
+        for one, other in zip([found, *grads], [wanted, *others], strict=True):
+            torch.testing.assert_close(one.double(), other.double(), rtol=tolerance, atol=10 * tolerance)
+
+    return run
+
+
+def maxima(dtype, columns):
+    """Make a case of maxima with ties and NaN, and of their gradients."""
+
+    def run(rng):
+        edges = draw_block(rng)
+        x = draw_whole(rng, 40, columns, dtype=dtype) + 0.5
+        rows = torch.repeat_interleave(edges[0].diff())[:, None].expand(-1, columns)
+        leaf = x.double().requires_grad_()
+        wanted = leaf.new_zeros(25, columns).scatter_reduce(0, rows, leaf[edges[1].long()], "amax", include_self=False)
+        found, ties = updates.aggregate_rows(edges, x, "max")
+        assert torch.equal(found.double(), wanted)
+        grad = draw_whole(rng, 25, columns, dtype=dtype)
+        [exact] = torch.autograd.grad(wanted, leaf, grad.double())
+        own = updates.aggregate_rows_backward(edges, grad, x, found, ties, "max")
+        tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 0.02)
+        torch.testing.assert_close(own.double(), exact, rtol=tolerance, atol=10 * tolerance)
+
+    return run
+
+
+def summed_alike(rng):
+    """A sum of each kernel has the same bits under any schedule."""
+    edges, some, bits = draw_block(rng), generator(rng), []
+    edges.append(torch.rand(edges[1].numel(), generator=some))
+    x = torch.randn(40, 30, generator=some)
+    by_source = torch.ops.lightning_gnn.edges_by_source(edges, 40)
+    for _ in range(3):
+        set_schedule(rng, None)
+        out, back = x.new_empty(25, 60), x.new_empty(40, 30)
+        edge_sums.sum_rows(edges, x, out, mean=True, own=x, beside=True)
+        edge_sums.sum_rows(by_source, out[:, :30], back, over=edges[0], own=out[:, 30:])
+        bits.append((out, back))
+    assert all(torch.equal(*pair) for other in bits[1:] for pair in zip(bits[0], other, strict=True))
+
+
 SMALL = ([5, 4, 3], [5, 5], [4, 2, 2])
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 CASES = {
@@ -359,6 +436,17 @@ CASES = {
     "attention, bfloat16": attended("dynamic", 4, 8, BRAIN, 5e-2),
     "attention, shared": attended("shared", 8, 100),
     "attention, across": attended("across", 4, 20),
+    "layer": updated(FLOAT, 20),
+    "layer, weighted": updated(FLOAT, 33, weighted=True, mean=False, own=False),
+    "layer, product first": updated(FLOAT, 40, out=3, aggregate_first=False),
+    "layer, one column": updated(FLOAT, 1),
+    "layer, float64": updated(torch.float64, 12, weighted=True),
+    "layer, float16": updated(HALF, 24),
+    "layer, bfloat16": updated(BRAIN, 24, own=False),
+    "layer, schedules": summed_alike,
+    "layer, maximum": maxima(FLOAT, 20),
+    "layer, maximum, bfloat16": maxima(BRAIN, 7),
+    "layer, maximum, float64": maxima(torch.float64, 1),
     "dropout": dropped(FLOAT, 301, given=True),
     "dropout, bfloat16": dropped(BRAIN, 47),
     "dropout, float64": dropped(torch.float64, 8, given=True),

@@ -61,6 +61,7 @@ def test_results_and_gradients_equal_the_reference(drawn, num_targets, size, dty
     exact_grads = aggregate_update_reference.aggregate_update_backward(
         exact_call, grad.double(), exact_saved, None, wanted
     )
+    saved = saved[:, : size[0]] if first else saved  # without own rows
     for got, want in zip([ours, saved, *grads], [exact, exact_saved, *exact_grads], strict=True):
         assert got.dtype == dtype
         # Rounding grows with the size of the sum: a hub sums a hundred rows.

@@ -36,17 +36,22 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
         Impl(
             "ascend",
             ("npu", "cpu"),  # the CPU simulates the chip on request
-            (*_FLOATS, torch.bfloat16, torch.float16),
-            (torch.bfloat16, torch.float16),
+            _ALL,
+            _HALVES,
             available=lambda device: chip_executor(device, backend_name(None)) is not None,
         ),
         Impl("numba", ("cpu",), (*_FLOATS, torch.bfloat16), (torch.bfloat16,), least_size=1 << 19),
+        # The size is an estimate: below it, both wait for the host.
+        Impl("triton", ("cuda",), _ALL, _HALVES, least_size=1 << 20, available=runs_triton),
     ),
     "attention": (
         Impl("triton", ("cuda",), _ALL, _HALVES, least_size=1 << 20, available=runs_triton),  # estimated
         Impl("numba", ("cpu",), _FLOATS, (torch.bfloat16,), least_size=1 << 17),
     ),
-    "relations": (Impl("numba", ("cpu",), (*_FLOATS, torch.bfloat16, torch.float16), (torch.bfloat16,)),),
+    "relations": (
+        Impl("numba", ("cpu",), _ALL, (torch.bfloat16,)),
+        Impl("triton", ("cuda",), _ALL, _HALVES, available=runs_triton),
+    ),
     "relation_attention": (
         Impl("triton", ("cuda",), _ALL, _HALVES, available=runs_triton),
         Impl("numba", ("cpu",), _FLOATS, (torch.bfloat16,)),

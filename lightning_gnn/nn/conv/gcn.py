@@ -20,7 +20,7 @@ from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 class GCNConv(pyg.GCNConv):  # type: ignore[misc]
     """PyG's ``GCNConv`` (arXiv:1609.02907), whose ``edge_index`` may also be a compressed graph.
 
-    With a graph, and with an ``edge_index`` on the CPU unless :func:`~lightning_gnn.nn.unfused_layers` lists the
+    With a graph, and with an ``edge_index`` on a CPU or GPU unless :func:`~lightning_gnn.nn.unfused_layers` lists the
     layer, it computes ``(A X) W`` or ``A (X W)``, whichever costs less. With a graph, ``edge_weight`` ``[E]`` is in the
     order of the ``edge_index`` that the graph was created from. Constructor, parameters and results are those of PyG.
 

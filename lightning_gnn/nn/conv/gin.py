@@ -15,7 +15,7 @@ from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 class GINConv(pyg.GINConv):  # type: ignore[misc]
     """PyG's ``GINConv`` (arXiv:1810.00826), whose ``edge_index`` may also be a compressed graph, bipartite or not.
 
-    On the CPU and on an NPU one operator aggregates the neighbors of an ``edge_index``, unless
+    On the CPU, a GPU and an NPU one operator aggregates the neighbors of an ``edge_index``, unless
     :func:`~lightning_gnn.nn.unfused_layers` lists the layer. Constructor, parameters and results are those of PyG.
 
     Raises:

@@ -19,7 +19,7 @@ from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
     """PyG's ``SAGEConv`` (arXiv:1706.02216), whose ``edge_index`` may also be a compressed graph, bipartite or not.
 
-    With a graph, and with an ``edge_index`` on the CPU unless :func:`~lightning_gnn.nn.unfused_layers` lists the
+    With a graph, and with an ``edge_index`` on a CPU or GPU unless :func:`~lightning_gnn.nn.unfused_layers` lists the
     layer, it multiplies before or after the aggregation, whichever costs less. Constructor, parameters and results are
     those of PyG.
 

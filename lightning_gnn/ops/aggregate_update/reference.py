@@ -187,7 +187,8 @@ def update_backward(
 
 def relu_dropout_backward(grad: Tensor, result: Tensor, p: float) -> Tensor:
     """Return the gradient of the input of ReLU and dropout."""
-    return torch.where(result <= 0, 0, grad * (1.0 / (1.0 - p))).to(grad.dtype)
+    before: Tensor = torch.ops.aten.threshold_backward(grad, result, 0)
+    return before.mul_(1.0 / (1.0 - p)) if p else before
 
 
 def divide_by_degree(edges: list[Tensor], rows: Tensor, mean: bool) -> Tensor:

@@ -12,7 +12,7 @@ from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor
 from lightning_gnn.ops.aggregate.numba_rows import to_loadable, use_huge_pages
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.numba import _run_ranges, _SortedEdges, _tiles
-from lightning_gnn.ops.library import Context, define, differentiable_gradients, library
+from lightning_gnn.ops.library import Context, define, differentiable_gradients, library, runs_triton
 
 if TYPE_CHECKING:
     from lightning_gnn.ops.aggregate_update.ascend import Chip
@@ -23,7 +23,9 @@ def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean"
     # The CPU's loops read and write bfloat16, but not maxima; they accumulate in float32.
     if x.is_cpu and x.dtype.itemsize < 4 and (x.dtype == torch.float16 or reduce == "max"):
         return aggregate_rows(x.float(), edges, reduce).to(x.dtype)
-    no_kernel = not x.is_cpu and _get_reduce_chip(x, reduce) is None
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):  # half the bytes to read
+        x = x.to(torch.get_autocast_dtype("cuda"))
+    no_kernel = not x.is_cpu and not runs_triton(x.device) and _get_reduce_chip(x, reduce) is None
     if no_kernel or edges[1].numel() == 0 or x.numel() == 0:
         return _aggregate_torch(edges, x, reduce)
     return _with_autograd(x, edges, reduce)
