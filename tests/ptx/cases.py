@@ -19,12 +19,12 @@ from lightning_gnn.ops import Labor, dropout
 from lightning_gnn.ops.aggregate import backends, reference
 from lightning_gnn.ops.aggregate import triton as aggregation
 from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
+from lightning_gnn.ops.aggregate_update import reference as update_reference
+from lightning_gnn.ops.aggregate_update import triton as updates
 from lightning_gnn.ops.aggregate_update.edge_order import edges_by_target
 from lightning_gnn.ops.attention import reference as attention_reference
 from lightning_gnn.ops.attention import triton as attention
 from lightning_gnn.ops.attention.reference import Attend, Layout
-from lightning_gnn.ops.aggregate_update import reference as update_reference
-from lightning_gnn.ops.aggregate_update import triton as updates
 from lightning_gnn.ops.sample import triton as sampling
 from lightning_gnn.triton_kernels import aggregate as aggregate_kernels
 from lightning_gnn.triton_kernels import edge_sums, row_parts, sample
