@@ -12,10 +12,10 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 from lightning_gnn.nn.conv.attention import add_bias, run_attention
-from lightning_gnn.nn.conv.fused import can_fuse, find_obstacle, fold_dropout
+from lightning_gnn.nn.conv.fused import can_fuse, find_obstacle, fold_dropout, has_hooks
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.nn.layers import LayerBlock, run_layers
-from lightning_gnn.ops.aggregate_update.edge_order import first_rows
+from lightning_gnn.ops.aggregate_update.edge_order import first_edges, first_rows, is_sorted
 from lightning_gnn.ops.dropout import add_relu_drop
 
 
@@ -123,7 +123,8 @@ class LayeredGNN(BasicGNN):  # type: ignore[misc]
             edges = slice(sum(batch.num_edges[: hops - 1]) if batch.every_hop else 0, sum(batch.num_edges[:hops]))
             weight = None if batch.edge_weight is None else batch.edge_weight[edges]
             attr = None if batch.edge_attr is None else batch.edge_attr[edges]
-            parts.append(LayerBlock(sum(batch.num_nodes[:hops]), batch.edge_index[:, edges], weight, attr))
+            part = first_edges(batch.edge_index, edges.stop, edges.start)
+            parts.append(LayerBlock(sum(batch.num_nodes[:hops]), part, weight, attr))
         return parts
 
     def apply_layer(self, layer: int, x: Tensor, block: LayerBlock, fuse: bool = True) -> tuple[Tensor, bool]:
@@ -166,6 +167,13 @@ class GCN(LayeredGNN, pyg.GCN):  # type: ignore[misc]
         if self._can_fuse(x, edge_index, batch.edge_weight):
             targets = [sum(num_nodes[:hops]) for hops in range(self.num_layers, 0, -1)]
             edges = conv.sorted_edges(edge_index, batch.edge_weight, x.size(0), targets[0], x.dtype)
+            if is_sorted(edge_index):  # then the counts are known, and a device need not be asked
+                loops = conv.normalize and conv.add_self_loops
+                counts = [sum(batch.num_edges[:hops]) for hops in range(self.num_layers, 0, -1)]
+                return [
+                    LayerBlock(rows, edge_index, sorted_edges=first_rows(edges, rows, count + rows * loops))
+                    for rows, count in zip(targets, counts, strict=True)
+                ]
             cut = [first_rows(edges, count) for count in targets]
             # The sources of a layer are the targets of the previous one; PyG's path raises errors for other edges.
             sources = [sum(num_nodes[: self.num_layers + 1]), *targets]
@@ -318,9 +326,7 @@ class GAT(LayeredGNN, pyg.GAT):  # type: ignore[misc]
     def apply_layer(self, layer: int, x: Tensor, block: LayerBlock, fuse: bool = True) -> tuple[Tensor, bool]:
         """Apply a layer, as :meth:`LayeredGNN.apply_layer`."""
         conv, target = self.convs[layer], x[: block.num_targets]
-        is_plain = (
-            type(conv) in (GATConv, GATv2Conv) and block.edge_attr is None and isinstance(block.edge_index, Tensor)
-        )
+        is_plain = type(conv) in (GATConv, GATv2Conv) and block.edge_attr is None and not has_hooks(conv)
         if not (fuse and is_plain and can_fuse(conv, x, target, block.edge_index)):
             return super().apply_layer(layer, x, block, fuse)
         out = run_attention(conv, x, target, block.edge_index)

@@ -6,7 +6,7 @@ On a device, tensors are recognized by identity and version: outputs of our samp
 found in order. Writes through ``.data`` do not change it, so transforms must replace such tensors on a device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.data import Data, HeteroData
+
+from lightning_gnn.ops.aggregate_update.edge_order import mark_sorted
 
 _SEEDS = ("src_index", "dst_pos_index", "dst_neg_index")  # seed attributes of link prediction with triplets
 _verified: Any = WeakTensorKeyDictionary()  # device tensor in order -> (version, spans) when it was checked
@@ -41,12 +43,24 @@ def in_sampled_order(batch: Data | HeteroData, num_rows: Mapping[Any, int] | Non
     if not _are_satisfied(unknown):
         return False
     _record(unknown)
+    for edges in _hop_edges(batch) if unknown else ():
+        if not edges.is_cpu and _ascends(edges):
+            mark_sorted(edges)
     return True
 
 
-def remember(batch: Any) -> None:
-    """Record that a mini-batch is in order, for a sampler that has just created it on a device."""
-    _record(_list_checks(batch) or [])
+def remember(batch: Any, ascends: Sequence[bool] | None = None) -> None:
+    """Record that a mini-batch is in order, for a sampler that has just created it on a device.
+
+    Each hop of our samplers is sorted by target; ``ascends`` says it of the edges that are not directly theirs.
+    """
+    if not (checks := _list_checks(batch)):
+        return
+    _record(checks)
+    edges = _hop_edges(batch)
+    for part, is_sorted in zip(edges, [True] * len(edges) if ascends is None else ascends, strict=True):
+        if is_sorted:
+            mark_sorted(part)
 
 
 def moved(batch: Any, move: Callable[[Any], Any]) -> Any:
@@ -54,10 +68,23 @@ def moved(batch: Any, move: Callable[[Any], Any]) -> Any:
     checks = _list_checks(batch) if isinstance(batch, Data | HeteroData) else None
     if checks is None or not all(tensor.is_cpu for tensor, _ in checks) or not _are_satisfied(checks):
         return move(batch)
+    ascends = [_ascends(edges) for edges in _hop_edges(batch)]
     with torch.inference_mode(False):  # inference tensors have no version
         batch = move(batch)
-    remember(batch)
+    remember(batch, ascends)
     return batch
+
+
+def _hop_edges(batch: Any) -> list[Tensor]:
+    """Return the edges of each relation whose hops lead to consecutive targets."""
+    stores = batch.edge_stores if isinstance(batch, HeteroData) else [batch._store]
+    edges = [store.get("edge_index") for store in stores if not store.get("every_hop")]
+    return [part for part in edges if isinstance(part, Tensor)]
+
+
+def _ascends(edge_index: Tensor) -> bool:
+    target = edge_index[1]
+    return bool((target[1:] >= target[:-1]).all())
 
 
 def _list_checks(batch: Any, num_rows: Mapping[Any, int] | None = None) -> _Checks | None:

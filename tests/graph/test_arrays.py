@@ -3,6 +3,7 @@
 import errno
 import gc
 import io
+import mmap
 import os
 import re
 import warnings
@@ -83,10 +84,21 @@ def limit_resource(kind, more):
         resource.setrlimit(which, before)
 
 
+def can_map(size):
+    """Return whether anonymous memory can be mapped."""
+    try:
+        mmap.mmap(-1, size).close()
+    except OSError:
+        return False
+    return True
+
+
 @on_linux
 def test_no_address_space_is_not_a_damaged_file(tmp_path):
     write_sparse_table(tmp_path / "x.npy", 8 << 30)
     with limit_resource("RLIMIT_AS", 1 << 30):
+        if can_map(2 << 30):
+            pytest.skip("this system does not limit the address space, as emulators do not")
         with pytest.raises(OSError, match=r"x\.npy is intact, but .*address space.*ulimit -v") as caught:
             FeatureTable.load(tmp_path / "x.npy")
         with pytest.raises(MemoryError, match=r"x\.npy is intact, but its .* bytes do not fit into memory.* mmap=True"):

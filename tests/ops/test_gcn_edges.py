@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
+from lightning_gnn.ops.aggregate_update.edge_order import first_rows
 from lightning_gnn.ops.aggregate_update.gcn_edges import gcn_edges
 from tests.strategies import edge_indices
 
@@ -35,18 +36,21 @@ def test_it_is_pygs_normalization_sorted(graph, share, weights, improved, loops,
         weight = (weight * 4).round() - 1  # zero and negative degrees
     num_targets = num_nodes * share // 100
     arguments = (edge_index, num_nodes, num_targets, weight, 2.0 if improved else 1.0, loops, dtype)
-    results = [torch.ops.lightning_gnn.gcn_edges(*arguments), gcn_edges(*arguments)]
-    for ours, theirs in zip(*results, strict=True):
-        assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0, equal_nan=True)
     wanted = normalize_densely(*gcn_norm(edge_index, weight, num_nodes, improved, loops, dtype=dtype), num_nodes)
-    indptr, indices, values = results[0]
-    rows = torch.repeat_interleave(indptr.diff())
-    whole = normalize_densely(torch.stack([indices.long(), rows]), values, num_nodes)
-    torch.testing.assert_close(
-        whole[:num_targets], wanted[:num_targets], rtol=1e-5, atol=1e-6 if dtype == torch.float32 else 1e-12,
-        equal_nan=True,
-    )  # fmt: skip
+    for on_device, found in enumerate((torch.ops.lightning_gnn.gcn_edges(*arguments), gcn_edges(*arguments))):
+        indptr, indices, values = first_rows(found, num_targets)
+        assert (indptr.dtype, indices.dtype, values.dtype) == (torch.int64, torch.int32, dtype)
+        if on_device:
+            assert found[1].numel() == edge_index.size(1) + num_targets * loops
+        if loops:
+            last = indptr[1:] - 1
+            assert torch.equal(indices[last], torch.arange(num_targets, dtype=torch.int32))
+        rows = torch.repeat_interleave(indptr.diff())
+        whole = normalize_densely(torch.stack([indices.long(), rows]), values, num_nodes)
+        torch.testing.assert_close(
+            whole[:num_targets], wanted[:num_targets], rtol=1e-5, atol=1e-6 if dtype == torch.float32 else 1e-12,
+            equal_nan=True,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("row", [0, 1])

@@ -13,13 +13,15 @@ if not torch.cuda.is_available():
 
 from torch_geometric.nn import HeteroConv
 from torch_geometric.nn import conv as pyg
+from torch_geometric.sampler import NodeSamplerInput
 
-from lightning_gnn.nn import GCNConv, GINConv, SAGEConv
+from lightning_gnn import CSCGraph, NeighborSampler
+from lightning_gnn.nn import GCN, GIN, RGCN, GCNConv, GINConv, GraphSAGE, SAGEConv
 from lightning_gnn.nn.conv.backends import IMPLS, Impl
 from lightning_gnn.nn.conv.fused import can_fuse
 from lightning_gnn.nn.hetero.layers import TypedConv
 from lightning_gnn.nn.hetero.rows import LayerInput, TypedRows
-from lightning_gnn.ops.aggregate_update import triton
+from lightning_gnn.ops.aggregate_update import edge_order, gcn_edges, triton
 from lightning_gnn.ops.aggregate_update.reference import Update
 from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 from lightning_gnn.triton_kernels import edge_sums
@@ -43,8 +45,13 @@ def kernels(monkeypatch):
     for name in ("aggregate_update", "aggregate_update_backward"):
         run = getattr(triton, name)
         library.impl(name, lambda *given, run=run: run(Update(*given[:SIZE]), *given[SIZE:]), "CPU")
-    for name in ("aggregate_rows", "aggregate_rows_backward"):
-        library.impl(name, getattr(triton, name), "CPU")
+    for module, names in (
+        (triton, ("aggregate_rows", "aggregate_rows_backward")),
+        (edge_order, ("edges_by_target", "edges_by_source", "relation_edges")),
+        (gcn_edges, ("gcn_edges",)),
+    ):
+        for name in names:
+            library.impl(name, getattr(module, name), "CPU")
     yield
     library._destroy()
 
@@ -158,6 +165,68 @@ def test_types(kinds, aggr, root, seed):
         (torch.cat([out[name] for name in sorted(reached)]), [*x.values(), *layer.parameters()])
         for layer, out in results
     ])  # fmt: skip
+
+
+def sample(seed):
+    """Return the features, edges and counts of a mini-batch with self-loops, on the device and known to be sorted."""
+    some = torch.Generator().manual_seed(seed)
+    edge_index = torch.randint(60, (2, 500), generator=some)
+    edge_index[0, ::7] = edge_index[1, ::7]
+    sampler = NeighborSampler(CSCGraph.from_edge_index(edge_index, 60), [4, 3, 2], seed=seed)
+    out = sampler.sample_from_nodes(NodeSamplerInput(None, torch.randperm(60, generator=some)[:7]))
+    x = torch.randn(out.node.numel(), 6, dtype=torch.float64, generator=some).to(DEVICE).requires_grad_()
+    edges = torch.stack([out.row, out.col]).to(DEVICE)
+    edge_order._sorted[edges] = edges._version  # mark_sorted leaves out the CPU
+    return x, edges, out.num_sampled_nodes, out.num_sampled_edges
+
+
+def refuse(*arguments, **options):
+    raise AssertionError("these edges need neither sorting nor checks")
+
+
+@pytest.mark.parametrize(("kind", "weighted"), [(GCN, False), (GCN, True), (GraphSAGE, False), (GIN, False)])
+@pytest.mark.parametrize("num_layers", [3, 2])
+def test_models_on_sorted_edges(kind, num_layers, weighted, monkeypatch):
+    x, edges, *counts = sample(5)
+    names = "num_sampled_nodes_per_hop", "num_sampled_edges_per_hop"
+    weight = torch.rand(edges.size(1), dtype=torch.float64, device=DEVICE) if weighted else None
+    torch.manual_seed(0)
+    model = kind(6, 8, num_layers, 3).to(DEVICE).double()
+    monkeypatch.setattr(edge_order, "mark_sorted", lambda part: edge_order._sorted.update({part: part._version}))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "sort", refuse)
+        patched.setattr(torch, "_assert_async", refuse)
+        found = model(x, edges, weight, **dict(zip(names, counts, strict=True)))
+    for operator in IMPLS:
+        monkeypatch.setitem(IMPLS, operator, ())
+    wanted = model(x, edges.clone(), weight, **dict(zip(names, counts, strict=True)))
+    leaves = [x, *model.parameters()]
+    compare([(found, leaves), (wanted, leaves)])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [GCN, GraphSAGE, GIN, RGCN])
+def test_a_step_does_not_wait_for_the_device(kind):
+    x, edges, *counts = sample(5)
+    if kind is RGCN:
+        own = ("a", "to", "a")
+        model = kind((["a"], [own]), 6, 8, 3, 3, dropout=0.5).to(DEVICE).double()
+        given = {"a": x}, {own: edges}, {"a": counts[0]}, {own: counts[1]}
+    else:
+        model, given = kind(6, 8, 3, 3, dropout=0.5).to(DEVICE).double(), (x, edges, None, None, None, None, *counts)
+
+    def step():
+        out = model(*given)
+        (out["a"] if kind is RGCN else out).square().sum().backward()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

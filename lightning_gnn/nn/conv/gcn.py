@@ -13,7 +13,6 @@ from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse
 from lightning_gnn.nn.conv.graph import aggregate_input, is_constant, is_graph, with_self_loops
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate_update.definition import update_by_edges
-from lightning_gnn.ops.aggregate_update.edge_order import first_rows
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 
 
@@ -72,10 +71,14 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
     def sorted_edges(
         self, edge_index: Tensor, edge_weight: Tensor | None, num_nodes: int, num_targets: int, dtype: torch.dtype
     ) -> list[Tensor]:
-        """Sort edges by target; normalize them by the degrees of all nodes if the layer normalizes."""
+        """Sort edges by target; normalize them by the degrees of all nodes if the layer normalizes.
+
+        Behind the entries of the targets, those of other nodes may follow.
+        """
         order = torch.ops.lightning_gnn
         if not self.normalize:
-            return first_rows(order.edges_by_target(edge_index, num_nodes, num_nodes, edge_weight), num_targets)
+            sorted_edges: list[Tensor] = order.edges_by_target(edge_index, num_nodes, num_nodes, edge_weight)
+            return [sorted_edges[0][: num_targets + 1], *sorted_edges[1:]]
         loop_weight = 2.0 if self.improved else 1.0
         dtype = torch.promote_types(dtype, torch.float32)  # multiply bfloat16 in float32
         edges: list[Tensor] = order.gcn_edges(

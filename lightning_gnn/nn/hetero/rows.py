@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.ops.aggregate_update.edge_order import first_edges
+
 Counts = Mapping[NodeType, int]
 
 
@@ -74,7 +76,7 @@ def split_layers(
                 raise ValueError(f"the batch has no features of {missing[0]!r}, which the model reads")
             edges[edge_type] = edge_index_dict[edge_type]
             if trims and num_edges is not None:
-                edges[edge_type] = edges[edge_type][:, : sum(num_edges[edge_type][:depth])]
+                edges[edge_type] = first_edges(edges[edge_type], sum(num_edges[edge_type][:depth]))
         # Compute the node types with in-edges, or with `every` all types.
         reached = {edge_type[2] for edge_type in edge_types}
         for name in x_dict:

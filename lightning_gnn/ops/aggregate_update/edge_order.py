@@ -2,30 +2,63 @@
 
 Sorted edges are a list: ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``, and weights ``[E]`` if given.
 The sort is stable. In a heterogeneous mini-batch, a target has one row per relation of its type, consecutively.
+On a device, edges that :func:`mark_sorted` knows are neither sorted nor checked.
 """
+
+from typing import Any
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_gnn.ops.library import define, library
 
 SORTED, UNSORTED = -1, -2  # results of counting edges, unless it returns the number of an invalid edge
 
 
+_sorted: Any = WeakTensorKeyDictionary()  # edge_index on a device -> its version when it was marked
+
+
+def mark_sorted(edge_index: Tensor) -> None:
+    """Record that edges on a device are sorted by target and inside their mini-batch; writes cancel this."""
+    if not edge_index.is_cpu and not edge_index.is_inference():
+        _sorted[edge_index] = edge_index._version
+
+
+def is_sorted(edge_index: Tensor) -> bool:
+    """Return whether edges are known to be sorted by target and inside their mini-batch, without a look at them."""
+    return not edge_index.is_inference() and _sorted.get(edge_index) == edge_index._version
+
+
+def first_edges(edge_index: Tensor, stop: int, start: int = 0) -> Tensor:
+    """Return edges ``start`` to ``stop`` as a view, which is known to be sorted if all are."""
+    part = edge_index[:, start:stop]
+    if is_sorted(edge_index):
+        mark_sorted(part)
+    return part
+
+
 def edges_by_target(edge_index: Tensor, num_sources: int, num_targets: int, edge_weight: Tensor | None) -> list[Tensor]:
     """Sort edges ``[2, E]`` by target with torch's own operators, without synchronizing the device."""
     source, target = edge_index
-    if edge_index.size(1):
-        inside = (edge_index >= 0).all() & (source < num_sources).all() & (target < num_targets).all()
-        torch._assert_async(inside, "edge_index holds a node that is not in the mini-batch")
-    target, order = torch.sort(target, stable=True)
+    if not is_sorted(edge_index):
+        _check(edge_index, num_sources, num_targets)
+        target, order = torch.sort(target, stable=True)
+        source, edge_weight = source[order], None if edge_weight is None else edge_weight[order]
     return [
         torch.searchsorted(target, torch.arange(num_targets + 1, device=target.device)),
-        source[order].to(torch.int32),
-        *(() if edge_weight is None else (edge_weight[order],)),
+        source.to(torch.int32),
+        *(() if edge_weight is None else (edge_weight,)),
     ]
+
+
+def _check(edge_index: Tensor, num_sources: int, num_targets: int) -> None:
+    """Assert asynchronously that edges are inside their mini-batch."""
+    if edge_index.size(1):
+        inside = (edge_index >= 0).all() & (edge_index[0] < num_sources).all() & (edge_index[1] < num_targets).all()
+        torch._assert_async(inside, "edge_index holds a node that is not in the mini-batch")
 
 
 def relation_edges(
@@ -42,12 +75,12 @@ def relation_edges(
     for edges, sources, targets, source, row, step in zip(
         edge_indices, num_sources, num_targets, first_source, first_row, stride, strict=True
     ):
-        if edges.size(1):
-            inside = (edges >= 0).all() & (edges[0] < sources).all() & (edges[1] < targets).all()
-            torch._assert_async(inside, "edge_index holds a node that is not in the mini-batch")
+        if not is_sorted(edges):
+            _check(edges, sources, targets)
         moved.append(torch.stack([edges[0] + source, edges[1] * step + row]))
-    size = max((source + count for source, count in zip(first_source, num_sources, strict=True)), default=0)
-    return edges_by_target(torch.cat(moved, 1), size, num_rows, None)
+    target, order = torch.sort(torch.cat([edges[1] for edges in moved]), stable=True)
+    source_rows = torch.cat([edges[0] for edges in moved])[order].to(torch.int32)
+    return [torch.searchsorted(target, torch.arange(num_rows + 1, device=target.device)), source_rows]
 
 
 def edges_by_source(edges: list[Tensor], num_sources: int) -> list[Tensor]:
@@ -62,10 +95,10 @@ def edges_by_source(edges: list[Tensor], num_sources: int) -> list[Tensor]:
     ]
 
 
-def first_rows(edges: list[Tensor], count: int) -> list[Tensor]:
-    """Return the first ``count`` rows of sorted edges as views."""
+def first_rows(edges: list[Tensor], count: int, num_edges: int | None = None) -> list[Tensor]:
+    """Return the first ``count`` rows of sorted edges as views; without their ``num_edges`` this waits for a device."""
     indptr = edges[0][: count + 1]
-    last = int(indptr[-1])
+    last = int(indptr[-1]) if num_edges is None else num_edges
     return [indptr, *(values[:last] for values in edges[1:])]
 
 

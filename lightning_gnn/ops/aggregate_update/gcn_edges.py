@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate_update.edge_order import edges_by_target, first_rows
+from lightning_gnn.ops.aggregate_update.edge_order import edges_by_target
 from lightning_gnn.ops.library import define, library
 
 
@@ -13,12 +13,43 @@ def gcn_edges(
     edge_index: Tensor, num_nodes: int, num_targets: int, edge_weight: Tensor | None, loop_weight: float,
     add_self_loops: bool, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """Sort edges by target and weight them like PyG's ``gcn_norm``; an added self-loop is the last entry of its row."""
-    from torch_geometric.nn.conv.gcn_conv import gcn_norm  # imported on use, because the import is slow
+    """Sort edges by target and weight them like PyG's ``gcn_norm``, without synchronizing the device.
 
-    improved = loop_weight != 1.0
-    edge_index, weight = gcn_norm(edge_index, edge_weight, num_nodes, improved, add_self_loops, dtype=dtype)
-    return first_rows(edges_by_target(edge_index, num_nodes, num_nodes, weight), num_targets)
+    An added self-loop is the last entry of its row. Existing ones keep their place, with weight 0, and edges beyond the
+    targets' rows remain, behind them: the number of entries then follows from those of edges and targets.
+    """
+    weight = None if edge_weight is None else edge_weight.detach().to(dtype)
+    indptr, source, *given = edges_by_target(edge_index, num_nodes, num_nodes, weight)
+    num_edges = source.numel()
+    target = torch.repeat_interleave(indptr.diff(), output_size=num_edges)
+    values = given[0] if given else torch.ones(num_edges, dtype=dtype, device=source.device)
+    loops = values.new_zeros(num_nodes)
+    if add_self_loops:
+        is_loop = source == target
+        loops += loop_weight if given else 1.0
+        if given:  # the last self-loop of a node
+            place = torch.where(is_loop, torch.arange(num_edges, device=source.device), -1)
+            last = indptr.new_full((num_nodes,), -1).scatter_reduce(0, target, place, "amax")
+            loops = torch.where(last < 0, loops, values[last.clamp(min=0)]) if num_edges else loops
+        values = values.masked_fill(is_loop, 0)
+    degree = loops
+    if num_edges:
+        degree = degree + torch.segment_reduce(values, "sum", offsets=indptr, initial=0, unsafe=True)
+    scale = torch.where(degree == 0, 0, degree.rsqrt())
+    values = scale[source] * values * scale[target]
+    indptr = indptr[: num_targets + 1]
+    if not add_self_loops:
+        return [indptr, source, values]
+    # Each row moves by the number of self-loops before it.
+    numbers = torch.arange(num_edges + num_targets + 1, device=source.device)
+    indptr = indptr + numbers[: num_targets + 1]
+    places = torch.cat([numbers[:num_edges] + target.clamp(max=num_targets), indptr[1:] - 1])
+    own = scale[:num_targets]
+    entries = (
+        torch.cat([source, numbers[:num_targets].to(torch.int32)]),
+        torch.cat([values, own * loops[:num_targets] * own]),
+    )
+    return [indptr, *(torch.empty_like(part).index_copy_(0, places, part) for part in entries)]
 
 
 define(

@@ -1,0 +1,66 @@
+"""Edges of our samplers are sorted by target, which is remembered on a device."""
+
+import copy
+
+import pytest
+import torch
+from torch_geometric.data import Data
+from torch_geometric.sampler import NodeSamplerInput
+
+from lightning_gnn import CSCGraph, NeighborDataModule, NeighborSampler
+from lightning_gnn.nn.sampled_edges import moved, remember
+from lightning_gnn.ops.aggregate_update.edge_order import first_edges, is_sorted
+from tests.ops.sample_cases import random_types
+
+
+def ascends(target):
+    return bool((target[1:] >= target[:-1]).all())
+
+
+def draw():
+    some = torch.Generator().manual_seed(0)
+    x, edge_index = torch.randn(90, 4, generator=some), torch.randint(90, (2, 900), generator=some)
+    return Data(x=x, edge_index=edge_index, y=torch.arange(90) % 3, train_mask=torch.ones(90, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"replace": True}, {"disjoint": True}, {"sampling": "labor"}],
+    ids=["uniform", "replace", "disjoint", "LABOR"],
+)
+def test_samples_are_sorted_by_target(options):
+    graph = CSCGraph.from_edge_index(draw().edge_index, 90)
+    sampler = NeighborSampler(graph, [5, 4, 3], seed=1, **options)
+    assert ascends(sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(20))).col)
+
+
+def test_samples_of_types_are_sorted_by_target():
+    graph = random_types({"a": 60, "b": 30, "c": 20}, 300, seed=3)
+    seeds = NodeSamplerInput(None, torch.arange(9), input_type="a")
+    out = NeighborSampler(graph, [4, 3], seed=1).sample_from_nodes(seeds)
+    assert all(ascends(target) for target in out.col.values())
+
+
+def test_sorted_edges_are_known_on_a_device_until_they_change():
+    batch = next(iter(NeighborDataModule(draw(), num_neighbors=[4, 3], batch_size=8).train_dataloader()))
+    assert not is_sorted(batch.edge_index)  # the CPU looks at them
+    reversed_hop = copy.copy(batch)
+    first = batch.num_sampled_edges[0]
+    reversed_hop.edge_index = torch.cat([batch.edge_index[:, :first].flip(1), batch.edge_index[:, first:]], 1)
+    assert not is_sorted(moved(reversed_hop, lambda batch: batch.to("meta")).edge_index)
+    on_meta = moved(batch, lambda batch: batch.to("meta"))
+    edges = on_meta.edge_index
+    assert is_sorted(edges)
+    assert is_sorted(first_edges(edges, first))
+    with torch.inference_mode():
+        assert is_sorted(first_edges(edges, first))
+    assert not is_sorted(edges.clone())
+    edges[0, 0] = 1
+    assert not is_sorted(edges)
+    assert not is_sorted(first_edges(edges, first))
+    remember(on_meta)
+    assert is_sorted(edges)
+    on_meta.every_hop = True
+    on_meta.edge_index = edges.clone()
+    remember(on_meta)
+    assert not is_sorted(on_meta.edge_index)
