@@ -229,6 +229,27 @@ def test_a_step_does_not_wait_for_the_device(kind):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [GCN, GraphSAGE, GIN])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_under_autocast(kind, dtype, monkeypatch):
+    impl = Impl("triton", ("cuda",), (torch.float32,), (dtype,))
+    x, edges, *counts = sample(5)
+    torch.manual_seed(0)
+    model = kind(6, 64, 3, 3).to(DEVICE).double().eval()
+    wanted = model(x, edges, None, None, None, None, *counts)
+    exact = torch.autograd.grad(wanted.square().sum(), [*model.parameters()])
+    monkeypatch.setitem(IMPLS, "aggregate", (impl,))
+    model.float()
+    with torch.autocast("cuda", dtype):
+        out = model(x.detach().float(), edges, None, None, None, None, *counts)
+    assert out.dtype == dtype
+    grads = torch.autograd.grad(out.double().square().sum(), [*model.parameters()])
+    for one, other in zip([out, *grads], [wanted, *exact], strict=True):
+        assert (one.double() - other).norm() < 0.2 * other.norm()
+
+
 @pytest.mark.parametrize(
     ("reduce", "columns"), [("sum", 1), ("mean", 24), pytest.param("max", 1, marks=pytest.mark.slow)]
 )

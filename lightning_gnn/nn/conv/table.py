@@ -16,7 +16,7 @@ OURS: list[Any] = [GCNConv, SAGEConv, GINConv, GATConv, GATv2Conv]
 
 
 def unfused_layers(model: nn.Module) -> dict[str, str]:
-    """Return the layers of a model that run as PyG's operators on mini-batches on the CPU: name -> reason.
+    """Return the layers of a model that run as PyG's operators on mini-batches of any device: name -> reason.
 
     Args:
         model: A module.
