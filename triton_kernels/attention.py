@@ -4,9 +4,9 @@ A program takes ROWS rows and HEAD_TILE heads of all channels; each step of its 
 order. The softmax is computed online (arXiv:1805.02867), and only the logarithm of its denominator is stored: the
 backward pass recomputes the weights from it. There are no atomics, so the same call gives the same bits.
 
-Common arguments; ``head`` reads columns ``head * STEP`` to ``head * STEP + CHANNELS`` of values:
+Common arguments; ``head`` reads columns ``head * STEP`` to ``head * STEP + CHANNELS`` of values and keys:
 
-- ``values`` ``[num_sources, COLUMNS]``;
+- ``values`` ``[num_sources, COLUMNS]``; ``keys``: like ``values``, the vectors that are scored, read if KEYED;
 - ``side`` ``[num_sides, HEADS * CHANNELS]``; ``sides`` int32 ``[num_rows]``: side of each row, read unless ONE_SIDE;
 - ``shift`` ``[num_rows, HEADS]``, if DYNAMIC ``[num_rows, HEADS * CHANNELS]``;
 - ``factor``: any float ``[E, HEADS]``, read if FACTORED;
@@ -49,6 +49,7 @@ def attend_kernel(
     mass: tl.tensor,  # values' type [num_rows, HEADS]: sum of the weights; written if MASS
     lse: tl.tensor,  # of the row itself; -inf without entries
     values: tl.tensor,
+    keys: tl.tensor,
     side: tl.tensor,
     sides: tl.tensor,
     shift: tl.tensor,
@@ -61,6 +62,7 @@ def attend_kernel(
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    KEYED: tl.constexpr,
     ONE_SIDE: tl.constexpr,
     DYNAMIC: tl.constexpr,
     FACTORED: tl.constexpr,
@@ -105,7 +107,10 @@ def attend_kernel(
         there = valid[:, None, None] & inside
         at = (source * COLUMNS)[:, None, None] + column
         read = tl.load(values + at, mask=there, other=0.0).to(ACC)
-        score, _ = score_entries(read, a, moved, SLOPE, DYNAMIC)
+        key = read
+        if KEYED:
+            key = tl.load(keys + at, mask=there, other=0.0).to(ACC)
+        score, _ = score_entries(key, a, moved, SLOPE, DYNAMIC)
         score = tl.where(valid[:, None], score, float("-inf"))
         # A new maximum rescales the sums so far; NaN never becomes the maximum, but enters the sums.
         higher = tl.maximum(top, score)
@@ -132,6 +137,7 @@ def attend_kernel(
 @triton.jit(do_not_specialize=["num_sources"])
 def source_gradients_kernel(
     grad_values: tl.tensor,  # values' type [num_sources, COLUMNS]; if STEP is 0, a table for each tile of heads
+    grad_keys: tl.tensor,  # keys' type [num_sources, COLUMNS]; written if KEYED
     grad_scores: tl.tensor,  # *ACC [E, HEADS]: gradient of each score, unless DYNAMIC before the leaky ReLU
     partial: tl.tensor,  # *ACC [programs, HEADS * CHANNELS]: parts of the gradient of side; written if ONE_SIDE
     grad: tl.tensor,  # values' type [num_rows, HEADS * CHANNELS]: gradient of the sums
@@ -139,6 +145,7 @@ def source_gradients_kernel(
     delta: tl.tensor,  # *ACC [num_rows, HEADS]: sum over each row's softmax of weight times its gradient
     lse: tl.tensor,
     values: tl.tensor,
+    keys: tl.tensor,
     side: tl.tensor,
     sides: tl.tensor,
     shift: tl.tensor,
@@ -152,6 +159,7 @@ def source_gradients_kernel(
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    KEYED: tl.constexpr,
     ONE_SIDE: tl.constexpr,
     DYNAMIC: tl.constexpr,
     FACTORED: tl.constexpr,
@@ -177,12 +185,16 @@ def source_gradients_kernel(
         here = on[:, None, None] & inside
         own = (source * COLUMNS)[:, None, None] + column
         v = tl.load(values + own, mask=here, other=0.0).to(ACC)
+        k = v
+        if KEYED:
+            k = tl.load(keys + own, mask=here, other=0.0).to(ACC)
         if ONE_SIDE and not DYNAMIC:
-            product = tl.sum(v * a, 2)
+            product = tl.sum(k * a, 2)
         start = tl.load(indptr + source, mask=on, other=0)
         stop = tl.load(indptr + source + 1, mask=on, other=0)
         most = tl.max(stop - start, 0)
         total = tl.zeros([ROWS, HEAD_TILE, WIDTH], ACC)
+        key_total = tl.zeros([ROWS, HEAD_TILE, WIDTH], ACC)
         scores = tl.zeros([ROWS, HEAD_TILE], ACC)
         step = 0
         while step < most:
@@ -202,14 +214,14 @@ def source_gradients_kernel(
             # Recompute the weight.
             if DYNAMIC:
                 moved = tl.load(shift + at, mask=there, other=0.0).to(ACC)
-                score, z = score_entries(v, a, moved, SLOPE, DYNAMIC)
+                score, z = score_entries(k, a, moved, SLOPE, DYNAMIC)
             else:
                 moved = tl.load(shift + at_head, mask=there_head, other=0.0).to(ACC)
                 if ONE_SIDE:
                     z = product + moved
                     score = tl.where(z > 0, z, z * SLOPE)
                 else:
-                    score, z = score_entries(v, a, moved, SLOPE, DYNAMIC)
+                    score, z = score_entries(k, a, moved, SLOPE, DYNAMIC)
             share = tl.exp(score - tl.load(lse + at_head, mask=there_head, other=0.0))
             share = tl.where(there_head, share, 0.0)
             # The gradient of the softmax is weight * (gradient of the weight - weighted mean of these gradients).
@@ -231,6 +243,8 @@ def source_gradients_kernel(
                 change = tl.where(z > 0, change, change * SLOPE)
                 if ONE_SIDE:
                     scores += change
+                elif KEYED:
+                    key_total += change[:, :, None] * a
                 else:
                     total += change[:, :, None] * a
             tl.store(grad_scores + at_edge, change, mask=there_head)
@@ -245,6 +259,8 @@ def source_gradients_kernel(
             tl.store(grad_values + place, tl.sum(total, 1).to(grad_values.dtype.element_ty), mask=wanted)
         else:
             tl.store(grad_values + own, total.to(grad_values.dtype.element_ty), mask=here)
+        if KEYED:
+            tl.store(grad_keys + own, key_total.to(grad_keys.dtype.element_ty), mask=here)
         block += tl.num_programs(0)
     if ONE_SIDE:
         at_side = tl.program_id(0).to(tl.int64) * (HEADS * CHANNELS) + offset
@@ -256,7 +272,7 @@ def row_gradients_kernel(
     grad_shift: tl.tensor,  # shift's type and shape
     grad_side: tl.tensor,  # *ACC [num_rows, HEADS * CHANNELS]; written unless ONE_SIDE
     grad_scores: tl.tensor,  # *ACC [E, HEADS]
-    values: tl.tensor,  # read if DYNAMIC or unless ONE_SIDE
+    keys: tl.tensor,  # the values without keys; read if DYNAMIC or unless ONE_SIDE
     side: tl.tensor,  # read if DYNAMIC
     shift: tl.tensor,  # read if DYNAMIC
     indptr: tl.tensor,  # *int64 [num_rows + 1]
@@ -302,7 +318,7 @@ def row_gradients_kernel(
         if DYNAMIC or not ONE_SIDE:
             source = tl.load(indices + entry, mask=valid, other=0).to(tl.int64)
             there = valid[:, None, None] & inside
-            read = tl.load(values + (source * COLUMNS)[:, None, None] + column, mask=there, other=0.0).to(ACC)
+            read = tl.load(keys + (source * COLUMNS)[:, None, None] + column, mask=there, other=0.0).to(ACC)
         if DYNAMIC:
             z = read + moved
             total += tl.where(z > 0, change[:, :, None], change[:, :, None] * SLOPE) * a
@@ -323,6 +339,7 @@ class Inputs(NamedTuple):
     """The inputs of a call, contiguous; see the module for their shapes."""
 
     values: Tensor
+    keys: Tensor | None  # only with several sides
     side: Tensor  # [num_sides, heads, channels]
     sides: Tensor | None  # None for a single side
     shift: Tensor
@@ -334,7 +351,7 @@ class Inputs(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in the order of the kernels' arguments; any valid tensor replaces an absent one."""
-        given = self.values, self.side, self.sides, self.shift, self.factor
+        given = self.values, self.keys, self.side, self.sides, self.shift, self.factor
         return tuple(self.values if tensor is None else tensor for tensor in given)
 
     @property
@@ -378,6 +395,7 @@ def attend(inputs: Inputs, edges: list[Tensor], out: Tensor, mass: Tensor, lse: 
         *inputs.tensors,
         *edges,
         num_rows,
+        KEYED=inputs.keys is not None,
         FACTORED=inputs.factor is not None,
         MASS=mass.numel() > 0,
         **inputs.constants,
@@ -390,23 +408,26 @@ def source_gradients(
     by_source: list[Tensor],  # indptr, rows and edges
     grads: tuple[Tensor, Tensor, Tensor, Tensor],  # grad, grad_mass, delta and lse
     grad_scores: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    """Write the gradients of the scores; return those of values, and of a single side."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Write the gradients of the scores; return those of values, keys, and a single side."""
     values, (_, heads, channels), block = inputs.values, inputs.side.shape, inputs.block()
     tiles = triton.cdiv(heads, block["HEAD_TILE"])
     programs = min(_PROGRAMS, triton.cdiv(values.size(0), block["ROWS"]))
     separate = inputs.shared and tiles > 1
     shape = (tiles, *values.shape) if separate else values.shape
     grad_values = values.new_empty(shape, dtype=grad_scores.dtype if separate else values.dtype)
+    grad_keys = None if inputs.keys is None else torch.empty_like(inputs.keys)
     partial = grad_scores.new_empty(programs, heads, channels) if inputs.sides is None else grad_scores
     source_gradients_kernel[programs, tiles](
         grad_values,
+        grad_values if grad_keys is None else grad_keys,
         grad_scores,
         partial,
         *grads,
         *inputs.tensors,
         *by_source,
         values.size(0),
+        KEYED=inputs.keys is not None,
         FACTORED=inputs.factor is not None,
         MASS=grads[1].numel() > 0,
         **inputs.constants,
@@ -414,7 +435,7 @@ def source_gradients(
     )
     if separate:
         grad_values = grad_values.sum(0).to(values.dtype)
-    return grad_values, partial.sum(0, keepdim=True) if inputs.sides is None else None
+    return grad_values, grad_keys, partial.sum(0, keepdim=True) if inputs.sides is None else None
 
 
 def row_gradients(inputs: Inputs, edges: list[Tensor], grad_scores: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -429,7 +450,7 @@ def row_gradients(inputs: Inputs, edges: list[Tensor], grad_scores: Tensor) -> t
         grad_shift,
         grad_shift if grad_side is None else grad_side,
         grad_scores,
-        inputs.values,
+        inputs.values if inputs.keys is None else inputs.keys,
         inputs.side,
         inputs.shift,
         *edges,

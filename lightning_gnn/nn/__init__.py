@@ -6,7 +6,7 @@ Reading order: ``nn/conv`` (layers), ``nn/models.py`` (PyG's models, trimmed exa
 """
 
 from lightning_gnn.nn.classifier import NodeClassifier
-from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, unfused_layers
+from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, TransformerConv, unfused_layers
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.export import export_onnx, export_program
@@ -14,7 +14,7 @@ from lightning_gnn.nn.hetero import HGT, RGAT, RGCN, HeteroGraphSAGE
 from lightning_gnn.nn.inference import FullInference, infer
 from lightning_gnn.nn.layers import LayerBlock, activate, check_layered, run_layers
 from lightning_gnn.nn.link import LinkPredictor
-from lightning_gnn.nn.models import GAT, GCN, GIN, GraphSAGE
+from lightning_gnn.nn.models import GAT, GCN, GIN, GraphSAGE, GraphTransformer
 from lightning_gnn.nn.module import GNNModule
 from lightning_gnn.nn.regressor import NodeRegressor
 from lightning_gnn.nn.run_model import Runner, run_model
@@ -34,6 +34,7 @@ __all__ = [
     "GINConv",
     "GNNModule",
     "GraphSAGE",
+    "GraphTransformer",
     "HeteroGraphSAGE",
     "LayerBlock",
     "LinkPredictor",
@@ -41,6 +42,7 @@ __all__ = [
     "NodeRegressor",
     "Runner",
     "SAGEConv",
+    "TransformerConv",
     "TypeEmbeddings",
     "activate",
     "check_layered",

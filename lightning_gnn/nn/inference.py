@@ -18,7 +18,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.features.arrays import read_in_order
 from lightning_gnn.graph.csr import CSR
-from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
+from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv, TransformerConv
 from lightning_gnn.nn.conv.graph import REDUCE, is_plain, layers_without_graph
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.layer_files import layer_outputs
@@ -31,6 +31,7 @@ from lightning_gnn.ops.aggregate.source_order import aggregate_in_source_order, 
 from lightning_gnn.runtime.lightning import rank_zero_info
 from lightning_gnn.runtime.memory_info import available_bytes
 
+_LAYERS = (GCNConv, SAGEConv, GATConv, TransformerConv)
 MIN_BLOCK_VERTICES = 2048  # minimum limit of vertices (targets and sources) per block
 _ROWS_AT_ONCE = 1 << 16  # maximum number of aggregated targets on which a layer runs at once
 _AUTO_SHARE = 0.5  # fraction of the free memory for memory_limit="auto"
@@ -106,9 +107,9 @@ def infer(
 ) -> Tensor:
     """Return the model's outputs for all nodes, identical to ``model(x, graph)``.
 
-    If layer outputs exceed ``settings.memory_limit``, GCN, GraphSAGE and GAT (with ``jk`` None or ``"last"``) are
-    computed out-of-core, layer by layer in blocks of targets. Any other model runs on the whole graph at once, with an
-    ``edge_index`` tensor if its layers need one.
+    If layer outputs exceed ``settings.memory_limit``, GCN, GraphSAGE, GAT and GraphTransformer (with ``jk`` None or
+    ``"last"``) are computed out-of-core, layer by layer in blocks of targets. Any other model runs on the whole graph
+    at once, with an ``edge_index`` tensor if its layers need one.
 
     Args:
         model: The model, in evaluation mode.
@@ -159,7 +160,7 @@ def layers_of(model: nn.Module) -> list[Layer] | None:
     """Split a model into layers that can run one after another, or return None if that is not possible."""
     if not isinstance(model, BasicGNN) or type(model).forward not in (BasicGNN.forward, LayeredGNN.forward):
         return None
-    if model.jk_mode not in (None, "last") or not all(type(c) in (GCNConv, SAGEConv, GATConv) for c in model.convs):
+    if model.jk_mode not in (None, "last") or not all(type(c) in _LAYERS for c in model.convs):
         return None
     if layers_without_graph(model) or any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         return None
@@ -202,7 +203,7 @@ def _dtype_of(layers: list[Layer]) -> torch.dtype:
 
 def _whole_graph_bytes(layers: list[Layer], x: Tensor, graph: CompressedGraph, device: torch.device) -> int:
     """Return the additional bytes of a whole-graph run: outputs, attention, and tensors to transfer."""
-    heads = max((layer.conv.heads for layer in layers if isinstance(layer.conv, GATConv)), default=1)
+    heads = max(int(getattr(layer.conv, "heads", 1)) for layer in layers)
     moved = 0 if x.device == device else x.nbytes + graph.num_bytes
     dtype = _dtype_of(layers)
     widened = 0 if x.dtype == dtype else x.numel() * dtype.itemsize
@@ -239,6 +240,11 @@ class GraphBlock:
         """Move the topology of the block to a device."""
         self._graph = self._graph.to(device)
         return self
+
+    @property
+    def forward(self) -> CSR:
+        """Rows are targets, columns are sources."""
+        return self._graph.forward
 
     def with_self_loops(self) -> GraphBlock:
         """Return the block itself, which was extracted from a graph with self-loops."""

@@ -1,4 +1,4 @@
-"""GCN, GraphSAGE, GIN and GAT: PyG's models with dropout on the input features and exact trimming."""
+"""GCN, GraphSAGE, GIN, GAT and a graph transformer: PyG's models with input dropout and exact trimming."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.models import MLP
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
+from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, TransformerConv
 from lightning_gnn.nn.conv.attention import add_bias, run_attention
 from lightning_gnn.nn.conv.fused import can_fuse, find_obstacle, fold_dropout, has_hooks
 from lightning_gnn.nn.dropout import Dropout
@@ -264,19 +264,8 @@ class GIN(LayeredGNN, pyg.GIN):  # type: ignore[misc]
         return GINConv(MLP([in_channels, out_channels, out_channels], **options), **kwargs)
 
 
-class GAT(LayeredGNN, pyg.GAT):  # type: ignore[misc]
-    """Graph attention network (Velickovic et al., ICLR 2018, arXiv:1710.10903; ``v2=True``: arXiv:2105.14491).
-
-    Takes the arguments of ``torch_geometric.nn.models.GAT``, ``input_dropout`` (see :class:`GCN`), and
-    ``output_heads``, the number of averaged heads of the output layer (default: ``heads``, as in PyG).
-    ``hidden_channels`` is the total of all heads; ``dropout`` also drops attention weights. ``v2=True`` and
-    ``edge_dim`` do not support a compressed graph. Parameter names are those of PyG's class. The paper's setting for
-    Cora and CiteSeer is ``hidden_channels=64, heads=8, output_heads=1, dropout=0.6, input_dropout=0.6, act="elu"``.
-
-    Raises:
-        ValueError: An argument is out of range, ``heads`` does not divide ``hidden_channels``, or ``output_heads`` is
-            given to a model without an output layer (no ``out_channels``, or jumping knowledge).
-    """
+class _AttentionGNN(LayeredGNN):
+    """A model of attention layers, whose output layer averages its heads."""
 
     def __init__(
         self,
@@ -318,10 +307,31 @@ class GAT(LayeredGNN, pyg.GAT):  # type: ignore[misc]
         to_out = getattr(self, "_is_conv_to_out", False)
         if to_out:
             heads = output_heads
-        layer = GATv2Conv if kwargs.pop("v2", False) else GATConv
         concat = kwargs.pop("concat", True) and not to_out
         channels = out_channels // heads if concat else out_channels
-        return layer(in_channels, channels, heads=heads, concat=concat, dropout=self.dropout.p, **kwargs)
+        options = {"heads": heads, "concat": concat, "dropout": self.dropout.p, **kwargs}
+        return self._build_layer(in_channels, channels, **options)
+
+    def _build_layer(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
+        raise NotImplementedError
+
+
+class GAT(_AttentionGNN, pyg.GAT):  # type: ignore[misc]
+    """Graph attention network (Velickovic et al., ICLR 2018, arXiv:1710.10903; ``v2=True``: arXiv:2105.14491).
+
+    Takes the arguments of ``torch_geometric.nn.models.GAT``, ``input_dropout`` (see :class:`GCN`), and
+    ``output_heads``, the number of averaged heads of the output layer (default: ``heads``, as in PyG).
+    ``hidden_channels`` is the total of all heads; ``dropout`` also drops attention weights. ``v2=True`` and
+    ``edge_dim`` do not support a compressed graph. Parameter names are those of PyG's class. The paper's setting for
+    Cora and CiteSeer is ``hidden_channels=64, heads=8, output_heads=1, dropout=0.6, input_dropout=0.6, act="elu"``.
+
+    Raises:
+        ValueError: An argument is out of range, ``heads`` does not divide ``hidden_channels``, or ``output_heads`` is
+            given to a model without an output layer (no ``out_channels``, or jumping knowledge).
+    """
+
+    def _build_layer(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
+        return (GATv2Conv if kwargs.pop("v2", False) else GATConv)(in_channels, out_channels, **kwargs)
 
     def apply_layer(self, layer: int, x: Tensor, block: LayerBlock, fuse: bool = True) -> tuple[Tensor, bool]:
         """Apply a layer, as :meth:`LayeredGNN.apply_layer`."""
@@ -335,3 +345,20 @@ class GAT(LayeredGNN, pyg.GAT):  # type: ignore[misc]
         if then is None:
             return add_bias(conv, out), False
         return add_relu_drop(out, conv.bias, then.p, then.key), True
+
+
+class GraphTransformer(_AttentionGNN):
+    """Graph transformer of dot-product attention (Shi et al., IJCAI 2021, arXiv:2009.03509), without label propagation.
+
+    Takes the arguments of :class:`GAT` except ``v2``, and those of ``torch_geometric.nn.TransformerConv``: ``beta``
+    mixes a layer's attention and its own features by a gate. ``edge_dim`` does not support a compressed graph.
+
+    Raises:
+        ValueError: Same as :class:`GAT`.
+    """
+
+    supports_edge_weight = False
+    supports_edge_attr = True
+
+    def _build_layer(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
+        return TransformerConv(in_channels, out_channels, **kwargs)

@@ -144,3 +144,12 @@ def test_models_of_bfloat16_are_fused_too(always, layer):
     assert all(part.dtype == torch.bfloat16 for part in got)
     for a, b in zip(got, want, strict=True):
         assert (a.float() - b).norm() <= TOLERANCE * b.norm()
+
+
+@pytest.mark.parametrize("kind", ["SAGE", "GCN", "GAT"])
+def test_hooks_of_the_layers_of_a_trimmed_model_run(fused_always, kind):
+    model, seen = MODELS[kind](), []
+    model.convs[0].register_forward_hook(lambda *given: seen.append(given[2].shape))
+    edge_index = torch.stack([torch.randint(50, (60,)), torch.arange(60) % 10])
+    model(torch.randn(50, 12), edge_index, num_sampled_nodes_per_hop=[5, 5, 40], num_sampled_edges_per_hop=[30, 30])
+    assert seen == [(10, 16)]

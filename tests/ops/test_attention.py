@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_geometric.utils import softmax
 
 from lightning_gnn.ops.attention import numba as attention_numba
 from lightning_gnn.ops.attention import reference
-from lightning_gnn.ops.attention.definition import attend, with_self_loops
+from lightning_gnn.ops.attention.definition import attend, attend_keys, with_self_loops
 from lightning_gnn.ops.attention.reference import Attend, Layout
 from tests.ops.test_aggregate_update import batches, differentiate, hub_batch, normal
 
@@ -94,6 +95,52 @@ def test_result_and_gradients_are_those_of_the_reference(batch, kind, size, want
     if out.requires_grad:
         for ours, theirs in zip(grads, differentiate(expected, inputs[:4]), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def draw_keys(num_sources, edges, heads, channels, wanted=(True,) * 3, dropped=True, dtype=torch.float64):
+    """Draw queries, keys and values, and the factors of dropout."""
+    num_targets, width = edges[0].numel() - 1, heads * channels
+    shapes = (num_targets, heads, channels), (num_sources, width), (num_sources, width)
+    inputs = [
+        (normal(*shape, seed=seed) / channels**0.25).to(dtype).requires_grad_(want)
+        for seed, (shape, want) in enumerate(zip(shapes, wanted, strict=True))
+    ]
+    factor = 2 * torch.randint(2, (edges[1].numel(), heads), generator=torch.Generator().manual_seed(7)).to(dtype)
+    return [*inputs, factor if dropped else None]
+
+
+def attend_keys_plainly(edges, query, keys, values, factor):
+    """Compute the expected result of ``attend_keys`` with torch's and PyG's operators."""
+    rows = torch.repeat_interleave(edges[0].diff())
+    keys, values = (part.view(part.size(0), *query.shape[1:])[edges[1]] for part in (keys, values))
+    attention = softmax((query[rows] * keys).sum(2), rows, num_nodes=query.size(0))
+    attention = attention if factor is None else attention * factor
+    return torch.zeros_like(query).index_add(0, rows, attention.unsqueeze(2) * values).flatten(1)
+
+
+@settings(max_examples=80)
+@given(batches(), sizes, st.lists(st.booleans(), min_size=3, max_size=3), st.booleans(), executions)
+def test_keys_of_their_own(batch, size, wanted, dropped, chosen):
+    num_sources, num_targets, edge_index = batch
+    edges = sort_edges(edge_index, num_sources, num_targets)
+    inputs = draw_keys(num_sources, edges, *size, wanted, dropped)
+    expected = attend_keys_plainly(edges, *inputs)
+    with execution(**chosen):
+        out = attend_keys(edges, *inputs)
+        assert out.requires_grad == expected.requires_grad
+        grads = differentiate(out, inputs[:3]) if out.requires_grad else ()
+    torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
+    for ours, theirs in zip(grads, differentiate(expected, inputs[:3]) if grads else (), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.medium
+def test_second_derivatives_with_keys():
+    edges = sort_edges(hub_batch()[1][:, :24] % 4, 9, 4)
+    *inputs, factor = draw_keys(9, edges, 2, 3)
+    with execution():
+        assert torch.autograd.gradcheck(lambda *given: attend_keys(edges, *given, factor), inputs)
+        assert torch.autograd.gradgradcheck(lambda *given: attend_keys(edges, *given, factor).tanh(), inputs)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,11 +9,17 @@ from tests.triton_kernels.compiling import compile_kernel, list_targets, usage
 
 INTS = {"indptr": "*i64", "rows": "*i64", "edges": "*i64", "indices": "*i32", "sides": "*i32"}
 WIDE = ("lse", "delta", "partial", "grad_scores", "grad_side")
-SHAPES = {"GAT": {}, "GATv2": {"DYNAMIC": True}, "first": {"STEP": 0}, "sides": {"STEP": 0, "ONE_SIDE": False}}
+SHAPES = {
+    "GAT": {},
+    "GATv2": {"DYNAMIC": True},
+    "first": {"STEP": 0},
+    "sides": {"STEP": 0, "ONE_SIDE": False},
+    "keys": {"ONE_SIDE": False},
+}
 
 
 def make(kernel, kind, layer, heads, channels):
-    flags = {"STEP": channels, "ONE_SIDE": True, "DYNAMIC": False, **SHAPES[layer]}
+    flags = {"STEP": channels, "ONE_SIDE": True, "DYNAMIC": False, "KEYED": layer == "keys", **SHAPES[layer]}
     flags |= {"COLUMNS": channels * heads if flags["STEP"] else channels, "FACTORED": layer == "GAT", "MASS": False}
     return kernel, kind, {"SLOPE": 0.2, "HEADS": heads, "CHANNELS": channels, **flags}
 
@@ -31,6 +37,8 @@ VARIANTS = [
         ("fp16", "GAT", 1, 47),
         ("fp32", "first", 8, 100),
         ("fp32", "sides", 4, 128),
+        ("fp32", "keys", 8, 32),
+        ("bf16", "keys", 8, 32),
     )
 ]
 

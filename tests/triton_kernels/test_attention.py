@@ -16,7 +16,7 @@ from lightning_gnn.nn import HGT, RGAT, GATConv, GATv2Conv
 from lightning_gnn.nn.conv import attention
 from lightning_gnn.ops.attention import definition, numba, reference
 from lightning_gnn.ops.attention import triton as attention_triton
-from lightning_gnn.ops.attention.definition import attend, attend_relations, with_self_loops
+from lightning_gnn.ops.attention.definition import attend, attend_keys, attend_relations, with_self_loops
 from lightning_gnn.ops.attention.reference import Attend
 from tests.nn import test_fused_attention as layers
 from tests.nn import test_hetero_attention as hetero
@@ -116,18 +116,39 @@ def test_relations(batch, across, size, dtype, slope, wanted, dropped):
             close(ours, theirs, dtype)
 
 
+@settings(max_examples=12)
+@given(
+    batches(),
+    st.sampled_from(SIZES),
+    st.sampled_from(list(TOLERANCE)),
+    st.lists(st.booleans(), min_size=3, max_size=3),
+    st.booleans(),
+)
+def test_keys_of_their_own(batch, size, dtype, wanted, dropped):
+    num_sources, num_targets, edge_index = batch
+    edges = plain.sort_edges(edge_index, num_sources, num_targets)
+    inputs = plain.draw_keys(num_sources, edges, *size, wanted, dropped, dtype)
+    exact, own = leaves(inputs, "cpu", torch.float64), leaves(inputs, DEVICE)
+    expected = plain.attend_keys_plainly(edges, *exact)
+    out = attend_keys([part.to(DEVICE) for part in edges], *own)
+    close(out, expected, dtype)
+    if out.requires_grad:
+        grads = zip(compute_gradients(out, own[:3]), compute_gradients(expected, exact[:3]), strict=True)
+        for ours, theirs in grads:
+            close(ours, theirs, dtype)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", plain.KINDS)
-def test_rows_of_more_than_ten_thousand_edges(kind):
+def test_rows_of_more_than_ten_thousand_edges():
     """One target and one source have nearly all edges, most of them repeated."""
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(3, (2, 10_100), generator=generator)
     edge_index[:, 100:] = 0
     edges = plain.sort_edges(edge_index, 3, 3)
-    inputs = plain.draw_inputs(kind, 3, edges, 2, 5)
+    inputs = plain.draw_inputs("dynamic", 3, edges, 2, 5)
     own = leaves(inputs, DEVICE)
-    expected = plain.attend_by_reference(edges, inputs, kind == "dynamic")
-    out = attend([part.to(DEVICE) for part in edges], *own, 0.2, kind == "dynamic")
+    expected = plain.attend_by_reference(edges, inputs, True)
+    out = attend([part.to(DEVICE) for part in edges], *own, 0.2, True)
     close(out, expected, torch.float64)
     for ours, theirs in zip(compute_gradients(out, own[:4]), compute_gradients(expected, inputs[:4]), strict=True):
         close(ours, theirs, torch.float64)

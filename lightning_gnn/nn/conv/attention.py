@@ -48,22 +48,22 @@ def run_gat(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: T
     weight, *others = (lin.weight for lin in layer.fused.products(layer).values())
     by_target = others[0] if others else weight
     # A score only needs the product of a node's features with a vector, not with the weight matrix.
-    scores = _multiply(target, fold_weight(layer.att_dst, by_target))
+    scores = multiply(target, fold_weight(layer.att_dst, by_target))
     if aggregates_first(source, edges, weight, heads):
         side, weight = fold_weight(layer.att_src, weight).to(source.dtype), weight.to(source.dtype)
         out = attend(edges, source, side, scores, weight, factor, slope)
     else:
         side = layer.att_src.squeeze(0).to(source.dtype)
-        out = attend(edges, _multiply(source, weight), side, scores, None, factor, slope)
+        out = attend(edges, multiply(source, weight), side, scores, None, factor, slope)
     return _finish(layer, out, target)
 
 
 def run_gatv2(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
     """Compute ``GATv2Conv`` for features of sources and targets, ``[n, in]``, and edges ``[2, E]``."""
     edges, factor = _sort_edges(layer, source, target, edge_index)
-    left = _multiply(source, layer.lin_l.weight, layer.lin_l.bias)
+    left = multiply(source, layer.lin_l.weight, layer.lin_l.bias)
     is_shared = target is source and layer.lin_r is layer.lin_l
-    right = left if is_shared else _multiply(target, layer.lin_r.weight, layer.lin_r.bias)
+    right = left if is_shared else multiply(target, layer.lin_r.weight, layer.lin_r.bias)
     side = layer.att.squeeze(0).to(source.dtype)
     out = attend(edges, left, side, right, None, factor, layer.negative_slope, dynamic=True)
     return _finish(layer, out, target)
@@ -112,7 +112,7 @@ def draw_factor(x: Tensor, edges: list[Tensor], heads: int, p: float) -> Tensor 
     return row_dropout(ones, p, draw_key()) if draws_by_key(torch.ones(1)) else dropout(ones, p)
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x W^T + b`` in the dtype of x."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 

@@ -11,8 +11,9 @@ from lightning_gnn.nn.conv.gatv2 import GATv2Conv
 from lightning_gnn.nn.conv.gcn import GCNConv
 from lightning_gnn.nn.conv.gin import GINConv
 from lightning_gnn.nn.conv.sage import SAGEConv
+from lightning_gnn.nn.conv.transformer import TransformerConv
 
-OURS: list[Any] = [GCNConv, SAGEConv, GINConv, GATConv, GATv2Conv]
+OURS: list[Any] = [GCNConv, SAGEConv, GINConv, GATConv, GATv2Conv, TransformerConv]
 
 
 def unfused_layers(model: nn.Module) -> dict[str, str]:
@@ -23,10 +24,10 @@ def unfused_layers(model: nn.Module) -> dict[str, str]:
 
     Examples:
         >>> import torch
-        >>> from torch_geometric.nn import TransformerConv
+        >>> from torch_geometric.nn import ChebConv
         >>> from lightning_gnn.nn import SAGEConv, unfused_layers
-        >>> unfused_layers(torch.nn.ModuleList([SAGEConv(4, 4), SAGEConv(4, 4, aggr="lstm"), TransformerConv(4, 4)]))
-        {'1': "aggr='lstm' is not one of sum, mean, max", '2': 'no fused operator for TransformerConv'}
+        >>> unfused_layers(torch.nn.ModuleList([SAGEConv(4, 4), SAGEConv(4, 4, aggr="lstm"), ChebConv(4, 4, 2)]))
+        {'1': "aggr='lstm' is not one of sum, mean, max", '2': 'no fused operator for ChebConv'}
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MessagePassing)}
     reasons = {name or type(layer).__name__: _explain(layer) for name, layer in layers.items()}

@@ -57,6 +57,19 @@ def attend_relations(
     return _run(Attend(edges, values, side, shift, weight, factor, layout, negative_slope), with_mass=True)
 
 
+def attend_keys(
+    edges: list[Tensor], query: Tensor, keys: Tensor, values: Tensor, factor: Tensor | None = None
+) -> Tensor:
+    """Sum the source values of each target and head, weighted by the softmax of ``query · key`` over the in-edges.
+
+    The scores are those of dot-product attention (arXiv:2009.03509), scaled by the caller. ``query`` is ``[num_targets,
+    heads, channels]``; ``keys`` and ``values`` are ``[num_sources, heads * channels]``.
+    """
+    layout = Layout([edges[0].numel() - 1], [1], True)
+    shift = query.new_zeros(query.shape[:2])
+    return _run(Attend(edges, values, query, shift, None, factor, layout, 1.0, keys=keys), with_mass=False)[0]
+
+
 def with_self_loops(edges: list[Tensor], num_sources: int) -> list[Tensor]:
     """Return edges sorted by target in which each target that is a source ends with exactly one self-loop."""
     backend = _backend(edges[0].device) or triton
@@ -76,7 +89,7 @@ def _run(call: Attend, with_mass: bool) -> tuple[Tensor, Tensor]:
     sizes = call.edges[1], call.values, call.side, call.side if call.weight is None else call.weight
     if _backend(call.values.device) is None or any(tensor.numel() == 0 for tensor in sizes):
         return reference.attend(_cut_unused(call))
-    return _with_autograd(*call[1:5], call, with_mass)
+    return _with_autograd(*call[1:5], call.keys, call, with_mass)
 
 
 def _cut_unused(call: Attend) -> Attend:
@@ -89,24 +102,32 @@ def _cut_unused(call: Attend) -> Attend:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, values: Tensor, side: Tensor, shift: Tensor, weight: Tensor | None, call: Attend, with_mass: bool
+        ctx: Context,
+        values: Tensor,
+        side: Tensor,
+        shift: Tensor,
+        weight: Tensor | None,
+        keys: Tensor | None,
+        call: Attend,
+        with_mass: bool,
     ) -> tuple[Tensor, Tensor]:
         out, mass, *saved = _backend(values.device).attend(call, ctx.needs_input_grad[3], with_mass)
-        ctx.rest = call[6:]
-        ctx.save_for_backward(*call[1:6], *saved, *call.edges)
+        ctx.rest = call.layout, call.slope, call.dynamic
+        ctx.save_for_backward(*call[1:5], keys, call.factor, *saved, *call.edges)
         return out, mass
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor, grad_mass: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, factor, first, second, third, indptr, indices = ctx.saved_tensors
-        wanted, rest = ctx.needs_input_grad[:4], (factor, *ctx.rest)
-        call = Attend([indptr, indices], *inputs, *rest)
+        *inputs, keys, factor, first, second, third, indptr, indices = ctx.saved_tensors
+        wanted, rest = ctx.needs_input_grad[:5], (factor, *ctx.rest)
+        call = Attend([indptr, indices], *inputs, *rest)._replace(keys=keys)
         if torch.is_grad_enabled():  # create_graph=True
 
             def compute(*inputs: Any) -> tuple[Tensor, Tensor]:
-                return reference.attend(_cut_unused(Attend([indptr, indices], *inputs, *rest)))
+                call = Attend([indptr, indices], *inputs[:4], *rest)._replace(keys=inputs[4])
+                return reference.attend(_cut_unused(call))
 
-            grads = differentiable_gradients(compute, inputs, wanted, [grad, grad_mass])
+            grads = differentiable_gradients(compute, [*inputs, keys], wanted, [grad, grad_mass])
         else:
             out_grads = grad.contiguous(), grad_mass.contiguous()
             grads = _backend(grad.device).attend_backward(call, *out_grads, (first, second, third), [*wanted])
@@ -135,6 +156,7 @@ def _check(call: Attend) -> None:
         "shift": (call.shift, [layout.num_rows, columns if call.dynamic else heads]),
         "weight": (weight, [num_relations, heads, out, channels]),
         "factor": (call.factor, [call.edges[1].numel(), heads]),
+        "keys": (call.keys, list(values.shape)),
     }
     check_shapes(shapes)
     wide = torch.promote_types(values.dtype, torch.float32)

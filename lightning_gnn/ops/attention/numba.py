@@ -75,8 +75,8 @@ def attend_backward(
     saved: tuple[Tensor | None, Tensor, Tensor],  # the last three results of attend
     wanted: list[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of values, side, shift and weight, or None if not requested."""
-    wants_values, wants_side, wants_shift, wants_weight = wanted
+    """Return the gradients of values, side, shift, weight and keys, or None if not requested."""
+    wants_values, wants_side, wants_shift, wants_weight, wants_keys = wanted
     aggregated, attention, signed = saved
     plan, weight, values = _Plan(call), call.weight, call.values
     # The gradient of the sums is stored completely if the sources need it, else tile by tile.
@@ -107,11 +107,15 @@ def attend_backward(
             kernels.scores_backward(*arguments)
 
     _run(sections, run)
+    grad_values = grad_keys = None
+    if (wants_values or wants_keys) and whole is not None:
+        grad_values, grad_keys = plan.values_backward(whole, attention, grad_scores)
     return [
-        plan.values_backward(whole, attention, grad_scores) if wants_values and whole is not None else None,
+        grad_values if wants_values else None,
         _sum_sections(sides) if wants_side else None,
         grad_shift if wants_shift else None,
         _sum_sections(weights) if wants_weight else None,
+        grad_keys if wants_keys else None,
     ]
 
 
@@ -141,6 +145,7 @@ class _Plan:
         # The step between heads is 0 if they share columns.
         self.value_arguments = (
             flat_values,
+            flat_values if call.keys is None else flatten(call.keys.detach()),
             values.size(1),
             self.channels if call.weight is None else 0,
             self.heads,
@@ -184,14 +189,15 @@ class _Plan:
         least = 0 if self.call.weight is None else 4 * self.call.weight.numel()
         return _cut(tiles, [tile.rows.start for tile in tiles], self.indptr, self.values.size(1), least)
 
-    def values_backward(self, grad: Tensor, attention: Tensor, grad_scores: Tensor) -> Tensor:
-        """Return the gradient of the values from that of the sums and of the scores."""
+    def values_backward(self, grad: Tensor, attention: Tensor, grad_scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of values and keys (the same without keys) from those of the sums and the scores."""
         numbers = torch.arange(self.indices.size, dtype=torch.int32)
         by_source = torch.ops.lightning_gnn.edges_by_source([*self.call.edges, numbers], self.values.size(0))
         indptr, indices = by_source[0].numpy(), by_source[1].numpy()
         weights, scores = (flatten(of_edge.index_select(0, by_source[2])) for of_edge in (attention, grad_scores))
         sides = self.call.layout.sides()[indices] if self.call.side.size(0) > 1 else _NO_SIDES
         out = use_huge_pages(torch.empty_like(self.values, memory_format=torch.contiguous_format))
+        key_out = out if self.call.keys is None else use_huge_pages(torch.empty_like(out))
         size = _tile_rows(self.width * self.values.element_size())
         tiles = [slice(first, min(first + size, indptr.size - 1)) for first in range(0, indptr.size - 1, size)]
 
@@ -199,11 +205,11 @@ class _Plan:
             for tile in tiles:
                 kernels.values_backward(
                     *self.value_arguments, indptr, indices, sides, tile.start, tile.stop, flatten(grad), weights,
-                    scores, flatten(out),
+                    scores, flatten(out), flatten(key_out),
                 )  # fmt: skip
 
         _run(_cut(tiles, [tile.start for tile in tiles], indptr, self.width), run)
-        return out
+        return out, key_out
 
 
 def _cut(tiles: list[T], first_rows: list[int], indptr: np.ndarray, num_columns: int, least: int = 0) -> list[list[T]]:

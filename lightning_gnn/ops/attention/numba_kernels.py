@@ -5,9 +5,10 @@ a single floating dtype unless stated otherwise:
 
 - ``values`` ``[num_sources * num_columns]``: attended values; head h reads columns ``h * step`` to
   ``h * step + channels``; ``step`` is 0 if all heads read the same columns, else ``channels``;
-- ``side`` ``[num_sides * heads * channels]``: vectors whose dot products with the values of a head give the scores;
+- ``keys``: like ``values``, or ``values`` themselves: the vectors that are scored;
+- ``side`` ``[num_sides * heads * channels]``: vectors whose dot products with the keys of a head give the scores;
 - ``shift``: ``[num_rows * heads]``, added to the scores, or, if ``dynamic``, ``[num_rows * heads * channels]``, added
-  to the values before the leaky ReLU and the dot product;
+  to the keys before the leaky ReLU and the dot product;
 - ``slope``: negative slope of the leaky ReLU;
 - ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``: entries of each row, and the column of each entry;
 - ``attention`` ``[E * heads]``: weights of the sums; ``signed``: the weights before dropout, with a negative sign where
@@ -88,10 +89,10 @@ def _add_sums(
 
 @numba.njit(nogil=True, cache=True)
 def attend_rows(
-    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, shift: np.ndarray,
-    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int, each: int,
-    first_side: int, num_sides: int, factor: np.ndarray, out: np.ndarray, mass: np.ndarray, attention: np.ndarray,
-    signed: np.ndarray,
+    values: np.ndarray, keys: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray,
+    shift: np.ndarray, dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int,
+    each: int, first_side: int, num_sides: int, factor: np.ndarray, out: np.ndarray, mass: np.ndarray,
+    attention: np.ndarray, signed: np.ndarray,
 ) -> None:  # fmt: skip
     """Write the entries' weights and each row's weighted sum; ``mass``, unless empty, gets the sum of the weights."""
     largest, total = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
@@ -105,7 +106,7 @@ def attend_rows(
             # 1. Dot products, which load the rows of values into the cache.
             at = (first_side + (row - first) % num_sides) * width
             _write_dots(
-                values, num_columns, step, indices, shift, row * width, slope, dynamic, side, at, begin, end, heads,
+                keys, num_columns, step, indices, shift, row * width, slope, dynamic, side, at, begin, end, heads,
                 channels, signed,
             )  # fmt: skip
             # 2. Scores and the largest per head. "Not less or equal" makes NaN the largest, and it stays the largest.
@@ -143,9 +144,9 @@ def attend_rows(
 
 @numba.njit(nogil=True, cache=True)
 def scores_backward(
-    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, shift: np.ndarray,
-    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int, each: int,
-    first_side: int, num_sides: int, grad: np.ndarray, grad_mass: np.ndarray, attention: np.ndarray,
+    values: np.ndarray, keys: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray,
+    shift: np.ndarray, dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int,
+    each: int, first_side: int, num_sides: int, grad: np.ndarray, grad_mass: np.ndarray, attention: np.ndarray,
     signed: np.ndarray, grad_scores: np.ndarray, grad_shift: np.ndarray, grad_side: np.ndarray,
 ) -> None:  # fmt: skip
     """Write the gradients of scores (after the leaky ReLU if ``dynamic``) and shifts, and add to that of ``side``."""
@@ -185,7 +186,7 @@ def scores_backward(
                     grad_shift[row * heads + h] = whole[h]
                 at = (first_side + (row - first) % num_sides) * width
                 _add_sums(
-                    values, num_columns, step, indices, grad_scores, begin, end, heads, channels, grad_side, at
+                    keys, num_columns, step, indices, grad_scores, begin, end, heads, channels, grad_side, at
                 )  # fmt: skip
                 continue
             grad_shift[row * width : (row + 1) * width] = zero
@@ -195,7 +196,7 @@ def scores_backward(
                     count = min(LINES * lanes, channels - column)
                     at = row * width + h * channels + column
                     add_leaky(
-                        values, h * channels + column, num_columns, indices, shift, at, slope, grad_scores, heads, h,
+                        keys, h * channels + column, num_columns, indices, shift, at, slope, grad_scores, heads, h,
                         side, h * channels + column, begin, end, indices.size - 1, count, grad_shift, at, grad_side,
                         h * channels + column, (count + lanes - 1) // lanes, 2,
                     )  # fmt: skip
@@ -204,16 +205,18 @@ def scores_backward(
 
 @numba.njit(nogil=True, cache=True)
 def values_backward(
-    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, shift: np.ndarray,
-    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, sides: np.ndarray, first: int, last: int,
-    grad: np.ndarray, attention: np.ndarray, grad_scores: np.ndarray, out: np.ndarray,
+    values: np.ndarray, keys: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray,
+    shift: np.ndarray, dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, sides: np.ndarray,
+    first: int, last: int, grad: np.ndarray, attention: np.ndarray, grad_scores: np.ndarray, out: np.ndarray,
+    key_out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the gradient of the values for a tile of sources; ``indices`` holds the rows that read each source."""
+    """Write the gradients of values and keys for a tile of sources; ``indices`` holds the rows that read a source."""
     zero, width, lanes = values.dtype.type(0), heads * channels, LINE // values.itemsize
     end_entry, numbers, whole = indices.size - 1, np.arange(heads).astype(np.int32), np.empty(heads, values.dtype)
     for s in range(first, last):
         begin, end = indptr[s], indptr[s + 1]
         out[s * num_columns : (s + 1) * num_columns] = zero
+        key_out[s * num_columns : (s + 1) * num_columns] = zero
         if begin == end:
             continue
         whole[:] = zero
@@ -233,17 +236,17 @@ def values_backward(
                 # ... and through the scores.
                 if dynamic:
                     add_leaky(
-                        shift, base, width, indices, values, at, slope, grad_scores, heads, h, side, base, begin, end,
-                        end_entry, count, out, at, out, at, lines, 1,
+                        shift, base, width, indices, keys, at, slope, grad_scores, heads, h, side, base, begin, end,
+                        end_entry, count, key_out, at, key_out, at, lines, 1,
                     )  # fmt: skip
                 elif sides.size:
                     add_heads(
-                        side, base, width, sides, grad_scores, heads, h, begin, end, end_entry, count, out, at, 0,
+                        side, base, width, sides, grad_scores, heads, h, begin, end, end_entry, count, key_out, at, 0,
                         lines, 1,
                     )  # fmt: skip
                 else:
                     add_heads(
-                        side, column, channels, numbers, whole, 1, 0, h, h + 1, h, count, out, at, 0, lines, 1
+                        side, column, channels, numbers, whole, 1, 0, h, h + 1, h, count, key_out, at, 0, lines, 1
                     )  # fmt: skip
                 column += count
 

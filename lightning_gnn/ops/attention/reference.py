@@ -55,6 +55,7 @@ class Attend(NamedTuple):
     layout: Layout  # order of the rows
     slope: float  # negative slope of the leaky ReLU
     dynamic: bool = False  # apply the leaky ReLU before the dot product with the side
+    keys: Tensor | None = None  # the vectors that are scored, like the values without weight; None: the values
 
 
 def attend(call: Attend) -> tuple[Tensor, Tensor]:
@@ -68,10 +69,11 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
     # [E, heads, channels], or [E, 1, channels] if heads read the same columns.
     read = call.values.index_select(0, indices)
     read = read.view(indices.numel(), 1 if call.weight is not None else heads, channels)
+    key = read if call.keys is None else call.keys.index_select(0, indices).view_as(read)
     if call.dynamic:
-        score = (F.leaky_relu(read + call.shift.reshape(num_rows, heads, channels)[rows], call.slope) * side).sum(2)
+        score = (F.leaky_relu(key + call.shift.reshape(num_rows, heads, channels)[rows], call.slope) * side).sum(2)
     else:
-        score = F.leaky_relu((read * side).sum(2) + call.shift[rows], call.slope)
+        score = F.leaky_relu((key * side).sum(2) + call.shift[rows], call.slope)
     largest = score.new_full((num_rows, heads), -torch.inf)  # there are at most as many softmaxes as rows
     largest.scatter_reduce_(0, softmax.unsqueeze(1).expand_as(score), score.detach(), "amax")
     score = (score - largest[softmax]).exp()

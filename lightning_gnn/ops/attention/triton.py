@@ -74,7 +74,7 @@ def attend_backward(
     saved: tuple[Tensor, Tensor, Tensor],  # the last three results of attend
     wanted: list[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of values, side, shift and weight, or None if not requested."""
+    """Return the gradients of values, side, shift, weight and keys, or None if not requested."""
     from lightning_gnn.triton_kernels import attention as kernels
 
     (sums, mass, lse), weight, layout = saved, call.weight, call.layout
@@ -90,8 +90,8 @@ def attend_backward(
             for group in layout.groups
         ]
         grad = torch.cat(products)
-    if not any(wanted[:3]):
-        return [None, None, None, grad_weight]
+    if not any((*wanted[:3], wanted[4])):
+        return [None, None, None, grad_weight, None]
     delta = (grad.to(lse.dtype) * sums.to(lse.dtype)).view(-1, heads, channels).sum(2)
     if grad_mass.numel():
         delta += grad_mass.to(lse.dtype) * mass
@@ -101,7 +101,8 @@ def attend_backward(
     grad_scores = lse.new_empty((call.edges[1].numel(), heads))
     with _current_device(grad.device):
         by_source = _by_source(call.edges, call.values.size(0))
-        grad_values, grad_side = kernels.source_gradients(inputs, by_source, (grad, grad_mass, delta, lse), grad_scores)
+        grads = grad, grad_mass, delta, lse
+        grad_values, grad_keys, grad_side = kernels.source_gradients(inputs, by_source, grads, grad_scores)
         grad_shift, row_sides = kernels.row_gradients(inputs, call.edges, grad_scores)
     if row_sides is not None and layout.across:
         grad_side = row_sides
@@ -109,15 +110,15 @@ def attend_backward(
         by_group = [_by_relation(row_sides.flatten(1), group, heads).sum(0) for group in layout.groups]
         grad_side = torch.cat(by_group)
     assert grad_side is not None
-    grads = grad_values, grad_side.to(call.side.dtype), grad_shift, grad_weight
-    return [found if want else None for found, want in zip(grads, wanted, strict=True)]
+    found = grad_values, grad_side.to(call.side.dtype), grad_shift, grad_weight, grad_keys
+    return [part if want else None for part, want in zip(found, wanted, strict=True)]
 
 
 def _inputs(call: Attend) -> Inputs:
     from lightning_gnn.triton_kernels.attention import Inputs
 
     sides, device = None, call.values.device
-    if call.layout.across:
+    if call.layout.across:  # also for a single row, as only several sides may have keys
         sides = torch.arange(call.layout.num_rows, dtype=torch.int32, device=device)
     elif call.side.size(0) > 1:
         numbers = [
@@ -126,8 +127,8 @@ def _inputs(call: Attend) -> Inputs:
         ]
         sides = torch.cat(numbers)
     values, side, shift = (tensor.detach().contiguous() for tensor in (call.values, call.side, call.shift))
-    factor = None if call.factor is None else call.factor.contiguous()
-    return Inputs(values, side, sides, shift, factor, call.weight is not None, call.slope, call.dynamic)
+    keys, factor = (None if tensor is None else tensor.detach().contiguous() for tensor in (call.keys, call.factor))
+    return Inputs(values, keys, side, sides, shift, factor, call.weight is not None, call.slope, call.dynamic)
 
 
 def _spans_rows(layout: Layout) -> bool:
