@@ -9,7 +9,7 @@ import torch
 from torch_geometric.nn import GraphSAGE as PyGGraphSAGE
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.nn import GAT, GCN, GIN, GraphSAGE, NodeClassifier, export_onnx, export_program
+from lightning_gnn.nn import GAT, GCN, GIN, GraphSAGE, GraphTransformer, NodeClassifier, export_onnx, export_program
 from tests.batching_data import small_data
 
 MODELS = {
@@ -19,6 +19,7 @@ MODELS = {
     "gcn improved, cached": lambda: GCN(12, 16, 2, 4, improved=True, cached=True),
     "gat": lambda: GAT(12, 16, 2, 4, heads=4, output_heads=1, dropout=0.3, act="elu"),
     "gatv2": lambda: GAT(12, 16, 2, 4, heads=2, v2=True),
+    "transformer": lambda: GraphTransformer(12, 16, 2, 4, heads=2, beta=True),
     "gin": lambda: GIN(12, 16, 2, 4, norm="batch_norm"),
     "jk, residuals of a norm": lambda: GCN(12, 16, 3, 4, jk="cat", norm="layer_norm"),
     "pyg": lambda: PyGGraphSAGE(12, 16, 2, 4),

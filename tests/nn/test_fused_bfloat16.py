@@ -8,7 +8,19 @@ import torch
 from torch import nn
 from torch_geometric.nn.conv import MessagePassing
 
-from lightning_gnn.nn import GAT, GCN, GIN, GATConv, GATv2Conv, GCNConv, GINConv, GraphSAGE, SAGEConv
+from lightning_gnn.nn import (
+    GAT,
+    GCN,
+    GIN,
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GINConv,
+    GraphSAGE,
+    GraphTransformer,
+    SAGEConv,
+    TransformerConv,
+)
 from lightning_gnn.nn.conv import fused
 from lightning_gnn.ops.aggregate_update import definition
 from tests.nn.fusing import fuse_from
@@ -29,6 +41,9 @@ ATTENTION = {
     "GAT, averaged": lambda: GATConv(12, 10, heads=2, concat=False, residual=True),
     "GATv2": lambda: GATv2Conv(12, 5, heads=2),
     "GATv2, shared": lambda: GATv2Conv(12, 10, share_weights=True, residual=True),
+    # Without biases: the gradient of the keys' one is 0.
+    "transformer": lambda: TransformerConv(12, 5, heads=2, bias=False),
+    "transformer, averaged": lambda: TransformerConv(12, 10, heads=2, concat=False, beta=True, bias=False),
     "GAT, model": lambda: GAT(12, 16, num_layers=2, out_channels=10, heads=2),
 }
 MODELS = {
@@ -37,6 +52,7 @@ MODELS = {
     "GIN": lambda: GIN(12, 16, num_layers=2, out_channels=10, norm=None),
     "GAT": lambda: GAT(12, 16, num_layers=2, out_channels=10, heads=2),
     "GATv2": lambda: GAT(12, 16, num_layers=2, out_channels=10, heads=2, v2=True),
+    "transformer": lambda: GraphTransformer(12, 16, num_layers=2, out_channels=10, heads=2, bias=False),
 }
 
 TOLERANCE = 0.06
@@ -83,7 +99,8 @@ def test_autocast_gives_what_float32_gives_but_for_rounding(always, layer, featu
     edge_index = torch.randint(50, (2, 400))
     x, model = torch.randn(50, 12).to(features), (LAYERS | ATTENTION)[layer]()
     got, want = differentiate(model, x, edge_index, True), differentiate(model, x.float(), edge_index, False)
-    assert got[0].dtype == (torch.float32 if layer in ATTENTION else torch.bfloat16)  # as PyG's
+    wide = layer in ATTENTION and "transformer" not in layer
+    assert got[0].dtype == (torch.float32 if wide else torch.bfloat16)  # as PyG's
     assert got[1].dtype == features
     for a, b in zip(got, want, strict=True):
         # Compared as a whole: where a sum is close to zero, only rounding errors of its terms remain.
@@ -150,6 +167,7 @@ def test_models_of_bfloat16_are_fused_too(always, layer):
 def test_hooks_of_the_layers_of_a_trimmed_model_run(fused_always, kind):
     model, seen = MODELS[kind](), []
     model.convs[0].register_forward_hook(lambda *given: seen.append(given[2].shape))
-    edge_index = torch.stack([torch.randint(50, (60,)), torch.arange(60) % 10])
+    sources = torch.cat([torch.randint(10, (30,)), torch.randint(50, (30,))])
+    edge_index = torch.stack([sources, torch.cat([torch.arange(30) % 5, 5 + torch.arange(30) % 5])])
     model(torch.randn(50, 12), edge_index, num_sampled_nodes_per_hop=[5, 5, 40], num_sampled_edges_per_hop=[30, 30])
     assert seen == [(10, 16)]

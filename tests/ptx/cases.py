@@ -252,29 +252,31 @@ def attended(kind, heads, channels, dtype=torch.float32, tolerance=1e-5):
     """Make a case of attention and its gradients, which are the same bits under another schedule."""
 
     def run(rng):
-        some, dynamic, across = generator(rng), kind == "dynamic", kind == "across"
+        some, dynamic, across, keyed = generator(rng), kind == "dynamic", kind == "across", kind == "keys"
         count = rng.choice([5, 300])
         ends = torch.stack([torch.randint(size, (count,), generator=some) for size in (60, 24)])
         edges = edges_by_target(ends, 60, 24, None)
-        layout = Layout([12], [2], across) if across else Layout([24], [1], False)
+        layout = Layout([12], [2], across) if across else Layout([24], [1], keyed)
         shared, width = kind in ("across", "shared"), heads * channels
         shapes = [
             (60, channels if shared else width),
-            (24 if across else 1, heads, channels),
+            (24 if across or keyed else 1, heads, channels),
             (24, width if dynamic else heads),
             (layout.relations[0], heads, 3, channels) if shared else None,
+            (60, width) if keyed else None,
         ]
         inputs = [None if shape is None else torch.randn(shape, generator=some).to(dtype) / 2 for shape in shapes]
         factor = torch.randint(2, (count, heads), generator=some).to(dtype) * 2
-        call = Attend(edges, *inputs, factor, layout, 0.2, dynamic)
+        call = Attend(edges, *inputs[:4], factor, layout, 0.2, dynamic, inputs[4])
         results = []
         for _ in range(2):
             out, mass, *saved = attention.attend(call, True, shared)
-            grads = attention.attend_backward(call, out.cos(), mass.cos(), saved, [True, True, True, shared])
-            results.append([out, mass, *grads[: 4 if shared else 3]])
+            grads = attention.attend_backward(call, out.cos(), mass.cos(), saved, [True, True, True, shared, keyed])
+            results.append([out, mass, *(grad for grad in grads if grad is not None)])
         assert all(map(torch.equal, *results)), "bits of another schedule"
         exact = [None if tensor is None else tensor.double().requires_grad_() for tensor in inputs]
-        wanted = attention_reference.attend(Attend(edges, *exact, factor.double(), layout, 0.2, dynamic))
+        exact_call = Attend(edges, *exact[:4], factor.double(), layout, 0.2, dynamic, exact[4])
+        wanted = attention_reference.attend(exact_call)
         wanted = wanted if shared else (wanted[0], wanted[1][:0])
         sent = [found.double().cos() for found in results[0][:2]]
         leaves = [tensor for tensor in exact if tensor is not None]
@@ -450,6 +452,7 @@ CASES = {
     "dropout": dropped(FLOAT, 301, given=True),
     "dropout, bfloat16": dropped(BRAIN, 47),
     "dropout, float64": dropped(torch.float64, 8, given=True),
+    "attention, keys": attended("keys", 8, 32),
 }
 COMMON = list(CASES)[: list(CASES).index("disjoint")]
 

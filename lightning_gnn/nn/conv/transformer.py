@@ -64,17 +64,16 @@ class TransformerConv(pyg.TransformerConv):  # type: ignore[misc]
         return self._attend(source, target, [edge_index.forward.indptr, edge_index.forward.indices])
 
     def _attend(self, source: Tensor, target: Tensor, edges: list[Tensor]) -> Tensor:
-        heads, width = self.heads, self.out_channels
-        with without_autocast(source, target) as (source, target):
-            keys = multiply(source, self.lin_key.weight, self.lin_key.bias)
-            values = multiply(source, self.lin_value.weight, self.lin_value.bias)
-            query = multiply(target, self.lin_query.weight, self.lin_query.bias).view(-1, heads, width)
-            factor = draw_factor(source, edges, heads, self.dropout if self.training else 0.0)
+        device, heads, width = source.device.type, self.heads, self.out_channels
+        with without_autocast(source, target) as (left, right):
+            keys = multiply(left, self.lin_key.weight, self.lin_key.bias)
+            values = multiply(left, self.lin_value.weight, self.lin_value.bias)
+            query = multiply(right, self.lin_query.weight, self.lin_query.bias).view(-1, heads, width)
+            factor = draw_factor(left, edges, heads, self.dropout if self.training else 0.0)
             out = attend_keys(edges, query / math.sqrt(width), keys, values, factor).to(self.lin_key.weight.dtype)
             out = out if self.concat else out.view(-1, heads, width).mean(1)
-            if not self.root_weight:
-                return out
-            own: Tensor = self.lin_skip(target.to(out.dtype))
-            if self.lin_beta is None:
-                return out + own
-            return torch.lerp(out, own, self.lin_beta(torch.cat([out, own, out - own], 1)).sigmoid())
+            if self.root_weight:
+                own = self.lin_skip(right.to(out.dtype))
+                mixed = None if self.lin_beta is None else self.lin_beta(torch.cat([out, own, out - own], 1)).sigmoid()
+                out = out + own if mixed is None else torch.lerp(out, own, mixed)
+        return out.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else out
