@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from bisect import bisect_right
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +19,10 @@ from functools import cached_property
 from math import sqrt
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from lightning_gnn.collective.plan import PREPARATION_STAGES, StageTimes
 from lightning_gnn.hyscale.costs import (
@@ -70,11 +71,9 @@ class Decision:
 
     mapping: TaskMapping
     explanation: str
-    action: str = (
-        # ``start``, ``plan``, ``balance_work``, ``balance_thread``, ``undo``, ``hold``; of the CPU trainers:
-        # ``bring_in`` after the accelerators alone have been measured, ``leave_out``
-        "hold"
-    )
+    # ``start``, ``plan``, ``balance_work``, ``balance_thread``, ``undo``, ``hold``; of the CPU trainers: ``bring_in``
+    # after the accelerators alone have been measured, ``leave_out``
+    action: str = "hold"
     observation: int = 0
     changed: bool = False  # whether the mapping differs from the previous one
 
@@ -141,80 +140,18 @@ def format_ms(seconds: float) -> str:
 # -- policies
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Decides on the mapping after each iteration; the same times lead to the same decisions on all ranks."""
-
-    @property
-    def mapping(self) -> TaskMapping:
-        """The current mapping."""
-
-    @property
-    def log(self) -> Sequence[Decision]:
-        """The decisions that changed the mapping, starting with the initial one."""
-
-    def observe(self, times: IterationTimes) -> Decision:
-        """Process the times of one iteration and return a decision."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that determines all further decisions, as lists, dicts and numbers."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; raise ValueError if it is for other work."""
-
-
-class ReplayedDecisions:
-    """Policy that repeats recorded decisions."""
-
-    def __init__(self, decisions: Iterable[Decision]) -> None:
-        self._decisions = list(decisions)
-        if not self._decisions or self._decisions[0].observation != 0:
-            raise ValueError("a decision log must begin with the initial mapping, observation 0")
-        first = self._decisions[0].mapping
-        for decision in self._decisions:
-            mapping = decision.mapping
-            if (mapping.total, len(mapping.seeds)) != (first.total, len(first.seeds)):
-                raise ValueError(
-                    f"observation {decision.observation} of the decision log has {mapping.total} seeds for "
-                    f"{len(mapping.seeds)} trainers, but the first has {first.total} for {len(first.seeds)}"
-                )
-        self._numbers = [decision.observation for decision in self._decisions]
-        self._number = 0
-
-    @property
-    def mapping(self) -> TaskMapping:
-        """The current mapping."""
-        return self.log[-1].mapping
-
-    @property
-    def log(self) -> tuple[Decision, ...]:
-        """The decisions so far that changed the mapping, starting with the initial one."""
-        return tuple(self._decisions[: bisect_right(self._numbers, self._number)])
-
-    def observe(self, times: IterationTimes) -> Decision:
-        """Return the decision recorded for this observation; the times are ignored."""
-        self._number += 1
-        decision = self.log[-1]
-        if decision.observation == self._number:
-            return decision
-        return Decision(decision.mapping, "replayed: no change", observation=self._number)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of observations replayed so far."""
-        return {"observation": self._number}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the saved number of observations."""
-        self._number = int(state["observation"])
-
-
-class Recorder:
-    """Base class of policies that measure: holds the mapping and a log of the decisions that changed it."""
 
     def __init__(self, mapping: TaskMapping) -> None:
         self.mapping = mapping
         self.log: list[Decision] = [Decision(mapping, f"start with {mapping}", "start", 0, True)]
         """The decisions that changed the mapping, starting with the initial one."""
         self._number = 0
+
+    @abstractmethod
+    def observe(self, times: IterationTimes) -> Decision:
+        """Process the times of one iteration and return a decision."""
 
     def _hold(self, explanation: str) -> Decision:
         """Return a decision that keeps the mapping."""
@@ -237,6 +174,43 @@ class Recorder:
         mapping = TaskMapping.from_dict(state["mapping"])
         self.mapping.check_same_work(mapping)
         self.mapping, self.log, self._number = mapping, read_decisions(state["log"]), int(state["number"])
+
+
+class ReplayedDecisions(Policy):
+    """Policy that repeats recorded decisions, whatever the times."""
+
+    def __init__(self, decisions: Iterable[Decision]) -> None:
+        self._decisions = list(decisions)
+        if not self._decisions or self._decisions[0].observation != 0:
+            raise ValueError("a decision log must begin with the initial mapping, observation 0")
+        first = self._decisions[0].mapping
+        for decision in self._decisions:
+            mapping = decision.mapping
+            if (mapping.total, len(mapping.seeds)) != (first.total, len(first.seeds)):
+                raise ValueError(
+                    f"observation {decision.observation} of the decision log has {mapping.total} seeds for "
+                    f"{len(mapping.seeds)} trainers, but the first has {first.total} for {len(first.seeds)}"
+                )
+        super().__init__(first)
+        self._continue_after(0)
+
+    @override
+    def observe(self, times: IterationTimes) -> Decision:
+        self._continue_after(self._number + 1)
+        return self.log[-1] if self.log[-1].observation == self._number else self._hold("replayed: no change")
+
+    def _continue_after(self, number: int) -> None:
+        """Set the mapping and the log to those after a number of observations."""
+        self._number, self.log = number, [each for each in self._decisions if each.observation <= number]
+        self.mapping = self.log[-1].mapping
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"observation": self._number}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._continue_after(int(state["observation"]))
 
 
 class Remedy(NamedTuple):
@@ -280,7 +254,7 @@ def _is_ahead(partner: Stage, other: Stage, fastest: Stage, second: Stage) -> bo
     return fastest == partner or (fastest == other and second == partner)
 
 
-class PublishedResourceManager(Recorder):
+class PublishedResourceManager(Policy):
     """Policy that relieves the slowest stage of the last iteration by one step: exactly algorithm 1, lines 1 to 32."""
 
     # Interpretation of points that the paper leaves open. Step size (section IV-A): 1/32 of the iteration's seeds or of
@@ -289,8 +263,8 @@ class PublishedResourceManager(Recorder):
     # retains at least one. Donor of threads (lines 23, 31): the fastest CPU task, as in line 16; each task and each CPU
     # trainer retains one thread. A remedy without anything to move leaves the mapping unchanged.
 
+    @override
     def observe(self, times: IterationTimes) -> Decision:
-        """Process the times of one iteration and return a decision."""
         self._number += 1
         self.mapping.check(times)
         stages = times.stages()
@@ -331,7 +305,7 @@ class PublishedResourceManager(Recorder):
         if not share:
             return self.mapping
         share += STEP_FRACTION if bottleneck == "sample_cpu" else -STEP_FRACTION
-        return replace(self.mapping, accelerator_sampling=min(max(share, MIN_SAMPLING_SHARE), 1 - MIN_SAMPLING_SHARE))
+        return replace(self.mapping, accelerator_sampling=_clamp_sampling(share))
 
     def _balance_thread(self, donor: Stage, receiver: Stage) -> TaskMapping:
         """Move one thread if the donor has a spare one."""
@@ -391,7 +365,7 @@ class _Alone(NamedTuple):
     seconds: float  # of an iteration
 
 
-class DynamicResourceManager(Recorder):
+class DynamicResourceManager(Policy):
     """Replan from the times of the last iterations, with constant totals of seeds and threads.
 
     No stage time shows whether CPU trainers slow the accelerators down. A run with both therefore starts with the
@@ -423,10 +397,8 @@ class DynamicResourceManager(Recorder):
         self._measured = Measurements()
         self._act_from = 0
         self._move: _Move | None = None
-        self._seconds = (
-            deque[float](maxlen=CPU_TRIAL),
-            deque[float](maxlen=CPU_TRIAL),
-        )  # before and after the last change
+        # of iterations before and after the last change
+        self._seconds = deque[float](maxlen=CPU_TRIAL), deque[float](maxlen=CPU_TRIAL)
         self._blocked: tuple[int, list[float]] = (0, [])  # until an observation; the times of the change undone
         self._planned_with: tuple[int, list[float]] = (0, [])  # measurements and stage times of the last planning
 
@@ -811,10 +783,6 @@ class BalanceController:
         """Return one rank's threads for sampling and feature loading, in proportion to its work, and for training."""
         return self.current.rank_threads(trainer, self._uses_threads)
 
-    def accelerator_fraction(self, trainer: int) -> float:
-        """Return the fraction of its own mini-batches that a trainer's accelerator samples."""
-        return self.current.sampled_fraction(trainer)
-
     def _compute_times(self, reports: Sequence[StepReport]) -> IterationTimes:
         """Return the stage times of an iteration: for each stage, the longest of all ranks."""
         cpu, mapping = self.trainers.num_cpu, self._previous
@@ -898,6 +866,6 @@ def _make_policy(drm: bool | str | Path, mapping: TaskMapping, ahead: int, tries
         return ReplayedDecisions(read_decision_log(str(drm)))
     if mapping.accelerator_sampling:  # both sides must sample a little, since others could not be balanced
         mapping = replace(mapping, accelerator_sampling=_clamp_sampling(mapping.accelerator_sampling))
-    return (
-        PublishedResourceManager(mapping) if drm == "paper" else DynamicResourceManager(mapping, ahead + 1, tries_cpu)
-    )
+    if drm == "paper":
+        return PublishedResourceManager(mapping)
+    return DynamicResourceManager(mapping, ahead + 1, tries_cpu)

@@ -239,7 +239,7 @@ class HyScaleLoaders:
     def _get_accelerator_fraction(self) -> float:
         """Return the fraction of this rank's mini-batches that its accelerator samples."""
         assert self.balance is not None
-        return self.balance.accelerator_fraction(self._info.trainer)
+        return self.balance.current.sampled_fraction(self._info.trainer)
 
     def _is_left_out(self) -> bool:
         """Return whether the CPU trainers have no seeds for the rest of the run."""

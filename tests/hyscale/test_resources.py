@@ -215,7 +215,7 @@ def test_the_log_replays_the_same_mappings():
     replayed = ReplayedDecisions(decisions)
     assert run(replayed, node, 150)[0] == made
     assert replayed.mapping == manager.mapping
-    assert replayed.log == tuple(manager.log)
+    assert replayed.log == manager.log
     # resume from the middle
     begun, rest = ReplayedDecisions(decisions), ReplayedDecisions(decisions)
     first, in_flight = run(begun, node, 70)

@@ -293,4 +293,4 @@ def test_threads_follow_the_shares_also_of_mini_batches_of_unknown_sizes(total):
     who = make_trainers(1, 1)
     balance = BalanceController(who, make_mapping(who, [0.25, 0.75], total or NOMINAL_SEEDS, (8, 4, 3), 0.3), False)
     assert [balance.rank_threads(trainer) for trainer in range(2)] == [(2, 1, 3), (6, 3, 1)]
-    assert [balance.accelerator_fraction(trainer) for trainer in range(2)] == pytest.approx([0.0, 0.4])
+    assert [balance.current.sampled_fraction(trainer) for trainer in range(2)] == pytest.approx([0.0, 0.4])
