@@ -23,8 +23,8 @@ from lightning_gnn.hyscale.costs import (
     IterationTimes,
     NodeCosts,
     TaskMapping,
+    busy_under,
     iteration,
-    shared_core_seconds,
     stages,
 )
 from lightning_gnn.hyscale.options import PyGLoader, TrainerSet
@@ -326,7 +326,7 @@ class PerformanceModel:
 
     def shared_core_time(self, mapping: TaskMapping) -> float:
         """Return the seconds of all CPU tasks if threads outnumber cores and share them, otherwise 0."""
-        return shared_core_seconds(self._staged_costs(mapping), mapping)
+        return busy_under(self._staged_costs(mapping), mapping).cores
 
     def iteration_time(self, mapping: TaskMapping) -> float:
         """Return ``T_execution``, the seconds of an iteration including :meth:`sync_time`: equation 6."""

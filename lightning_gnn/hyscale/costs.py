@@ -102,6 +102,11 @@ class TaskMapping:
         seeds = self.accelerator_seeds
         return min(1.0, self.accelerator_sampling * self.total / seeds) if seeds else 0.0
 
+    @property
+    def staged_sampling(self) -> float:
+        """Fraction of the sampling that accelerators do in HyScale-GNN's stages; collective batching decides itself."""
+        return self.accelerator_sampling if self.buffers is None else 0.0
+
     def sampled_fraction(self, trainer: int) -> float:
         """Return the fraction of its own mini-batches that a trainer's accelerator samples."""
         return self.accelerator_fraction if trainer >= self.cpu_trainers and self.buffers is None else 0.0
@@ -144,11 +149,6 @@ class TaskMapping:
         if times.seeds is not None and len(times.seeds) != len(self.seeds):
             raise ValueError(f"times for seeds {times.seeds}, but the mapping has {len(self.seeds)} trainers")
 
-    @property
-    def samples_on_accelerators(self) -> bool:
-        """Whether accelerators sample for HyScale-GNN's stages; collective batching decides itself."""
-        return self.accelerator_sampling > 0 and self.buffers is None
-
     def check_same_trainers(self, other: TaskMapping) -> None:
         """Raise ValueError if this saved mapping has another total or other trainers."""
         found, expected = ((len(each.seeds), each.cpu_trainers, each.total) for each in (self, other))
@@ -161,7 +161,7 @@ class TaskMapping:
     def check_same_work(self, saved: TaskMapping) -> None:
         """Raise ValueError if a saved mapping has other totals, trainers or sampling devices."""
         saved.check_same_trainers(self)
-        found, expected = ((sum(each.threads), each.samples_on_accelerators) for each in (saved, self))
+        found, expected = ((sum(each.threads), each.staged_sampling > 0) for each in (saved, self))
         if found != expected:
             raise ValueError(f"the saved state is for {saved}, which does not fit {self}")
 
@@ -257,6 +257,10 @@ class Cost(NamedTuple):
         """Return the seconds for ``units`` of work."""
         return self.overhead + self.per_unit * units if units else 0.0
 
+    def linear(self, units: float) -> Cost:
+        """Return this cost, which is linear for any units."""
+        return self
+
     def scaled(self, factor: float) -> Cost:
         """Return a copy with the time multiplied by ``factor``."""
         return Cost(self.overhead * factor, self.per_unit * factor)
@@ -322,24 +326,21 @@ class NodeCosts(Generic[C]):
         return self.sample_accelerator is not None and self.gather_accelerator is not None and bool(self.train)
 
 
-def linearize(costs: NodeCosts[Curve], seeds: Sequence[float]) -> NodeCosts[Cost]:
+def linearize(costs: NodeCosts[Any], seeds: Sequence[float]) -> NodeCosts[Cost]:
     """Return costs that are linear around the given seeds of each trainer, CPU trainers first."""
     around = [max(2.0, each) for each in seeds]
     cpu = len(around) - costs.num_accelerators
     mean, on_cpu, there = sum(around) / len(around), max(around[:cpu], default=2.0), max(around[cpu:], default=2.0)
     gather, sample = costs.gather_accelerator, costs.sample_accelerator
-    return NodeCosts(
-        cores=costs.cores,
+    return replace(
+        costs,
         sample=costs.sample.linear(mean),
         load=cache(lambda threads: costs.load(threads).linear(mean)),
         train_cpu=cache(lambda threads: tuple(curve.linear(on_cpu) for curve in costs.train_cpu(threads))),
         train=tuple(curve.linear(there) for curve in costs.train),
-        transfer=costs.transfer if isinstance(costs.transfer, Cost) else costs.transfer.linear(there),
+        transfer=costs.transfer.linear(there),
         sample_accelerator=None if sample is None else sample.linear(there),
         gather_accelerator=None if gather is None else cache(lambda batches: gather(batches).linear(there)),
-        sync=costs.sync,
-        takes_turns=costs.takes_turns,
-        spread=costs.spread,
     )
 
 
@@ -420,7 +421,7 @@ def busy_seconds(
 
 def stages(costs: NodeCosts[Any], mapping: TaskMapping) -> IterationTimes:
     """Return the time of each stage of an iteration; training excludes the synchronization (equations 7 to 12)."""
-    found = _busy_under(costs, mapping)
+    found = busy_under(costs, mapping)
     active = any(mapping.seeds[mapping.cpu_trainers :])
     return IterationTimes(
         sample_cpu=found.sample_cpu,
@@ -435,15 +436,10 @@ def stages(costs: NodeCosts[Any], mapping: TaskMapping) -> IterationTimes:
 
 def iteration(costs: NodeCosts[Any], mapping: TaskMapping) -> float:
     """Return the seconds of an iteration of an ideal pipeline, including the synchronization (equation 6)."""
-    return max(_busy_under(costs, mapping).seconds())
+    return max(busy_under(costs, mapping).seconds())
 
 
-def shared_core_seconds(costs: NodeCosts[Any], mapping: TaskMapping) -> float:
-    """Return the seconds of all CPU tasks if threads outnumber cores and share them, otherwise 0."""
-    return _busy_under(costs, mapping).cores
-
-
-def _busy_under(costs: NodeCosts[Any], mapping: TaskMapping) -> Busy:
+def busy_under(costs: NodeCosts[Any], mapping: TaskMapping) -> Busy:
     """Return the seconds for which each resource is busy under a mapping."""
     collective = mapping.buffers is not None and costs.can_gather
     return busy_seconds(costs, collective, mapping.seeds, mapping.threads, mapping.accelerator_fraction)
@@ -526,7 +522,7 @@ class Measurements:
         """Return the costs of a node as its last iterations show them, fitted for about the work under a mapping."""
         sample, sample_accelerator, load, transfer, *trainers = (self._fit(*task) for task in _list_tasks(mapping))
         sampler, loader, trainer = mapping.threads
-        cpu, total, on_accelerators = mapping.cpu_trainers, mapping.total, _sampled_on_accelerators(mapping)
+        cpu, total, on_accelerators = mapping.cpu_trainers, mapping.total, mapping.staged_sampling
         costs = [UNMEASURED if cost is None else cost for cost in trainers]
         by_seed = FREE if load is None else Cost(0.0, load.seconds(1.0) * loader / total)
         there = None
@@ -563,14 +559,9 @@ class Measurements:
         self._measured = {name: deque(((int(t), u, s) for t, u, s in known), maxlen=HISTORY) for name, known in rows}
 
 
-def _sampled_on_accelerators(mapping: TaskMapping) -> float:
-    """Return the fraction of the sampling that accelerators do in HyScale-GNN's stages."""
-    return 0.0 if mapping.buffers is not None else mapping.accelerator_sampling
-
-
 def _list_tasks(mapping: TaskMapping) -> list[tuple[str, int, float]]:
     """Return name, CPU threads (0 on accelerators) and work (seeds or a fraction) of each stage and trainer."""
-    share, cpus = _sampled_on_accelerators(mapping), mapping.cpu_trainers
+    share, cpus = mapping.staged_sampling, mapping.cpu_trainers
     sampler, loader, trainer = mapping.threads
     return [
         ("Sampling on the CPU", sampler, 1 - share),

@@ -200,14 +200,16 @@ def plan(
 
     Source: MorphGL, equation 6; HyScale-GNN, equations 5 to 13; both repaired.
     """
-    if cpu_trainers < 0 or cpu_trainers + costs.num_accelerators < 1:
+    trainers = cpu_trainers + costs.num_accelerators
+    if cpu_trainers < 0 or trainers < 1:
         raise ValueError(f"cpu_trainers={cpu_trainers} without an accelerator leaves nothing to train on")
     if num_threads < 2 + cpu_trainers:
         needed = f"Sampling, Feature Loading and CPU trainers need {2 + cpu_trainers}"
         raise ValueError(f"num_threads={num_threads}, but {needed}")
+    equal = [total / trainers] * trainers
     if gpu_buffer_size is None:
-        return _plan_stages(replace(costs, gather_accelerator=None), total, cpu_trainers, num_threads)
-    costs = _linear(costs, total, cpu_trainers)
+        return _plan_stages(replace(costs, gather_accelerator=None), total, equal, cpu_trainers, num_threads)
+    costs = linearize(costs, equal)
     search = _LocalSearch(costs, gpu_buffer_size)
     found = candidates(costs, total, cpu_trainers, num_threads)
     # Each system alone, and together: from the closed forms, and from the systems alone.
@@ -235,24 +237,15 @@ def plan(
     return NodePlan(best, final[best], lower_bound(costs, total, cpu_trainers), alone)
 
 
-def _plan_stages(costs: NodeCosts[Any], total: int, cpu_trainers: int, num_threads: int) -> NodePlan:
+def _plan_stages(costs: NodeCosts[Any], total: int, seeds: Sequence[float], cpu: int, num_threads: int) -> NodePlan:
     """Plan HyScale-GNN's stages: repeat the closed forms with costs that are linear around the last seeds."""
-    linear = _linear(costs, total, cpu_trainers)
     tried: dict[TaskMapping, float] = {}
     for _ in range(_ROUNDS):
-        found = candidates(linear, total, cpu_trainers, num_threads)
+        found = candidates(linearize(costs, seeds), total, cpu, num_threads)
         tried |= {each.mapping: iteration(costs, each.mapping) for each in found[:_ROUNDS]}
-        linear = _linear(costs, total, cpu_trainers, found[0].mapping.seeds)
+        seeds = found[0].mapping.seeds
     best = min(tried, key=tried.__getitem__)
-    return NodePlan(best, tried[best], lower_bound(linear, total, cpu_trainers))
-
-
-def _linear(
-    costs: NodeCosts[Any], total: int, cpu_trainers: int, seeds: Sequence[float] | None = None
-) -> NodeCosts[Cost]:
-    """Return costs that are linear around the seeds of each trainer, by default equal."""
-    trainers = cpu_trainers + costs.num_accelerators
-    return costs if isinstance(costs.sample, Cost) else linearize(costs, seeds or [total / trainers] * trainers)
+    return NodePlan(best, tried[best], lower_bound(linearize(costs, seeds), total, cpu))
 
 
 def _collective_systems(search: _LocalSearch, total: int, cpu: int, num_threads: int) -> dict[str, list[TaskMapping]]:
