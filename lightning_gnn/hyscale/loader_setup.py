@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,22 +182,23 @@ class HyScaleLoaders:
         start, stop = info.node_slice(seeds_of_iteration(dataloader))
         if self.balance is None or self.balance.mapping.total != (stop - start or NOMINAL_SEEDS):
             self.balance = self._make_controller(dataloader, module, wanted, stop - start, collective)
+        balance = self.balance
         batches = self._make_batch_sampler(dataloader, module.trainer)
-        threads = self.balance.rank_threads(info.trainer)
+        threads = balance.rank_threads(info.trainer)
         if on_stream:
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, on_stream=True)
         elif collective is not None:
-            collective.manage(self.balance.ahead, options.stall_timeout)
-            if self.balance.current.buffers is not None and collective.plan is None:  # restored, or planned earlier
-                collective.adopt(collective_plan(self.balance.current.buffers, self.balance.stage_times))
+            collective.manage(balance.ahead, options.stall_timeout)
+            if balance.current.buffers is not None and collective.plan is None:  # restored, or planned earlier
+                collective.adopt(collective_plan(balance.current.buffers, balance.stage_times))
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, collective=collective)
             self.loader.resize(threads[:2])
         elif isinstance(dataloader, PipelineLoader):
             settings = PipelineSettings(options.prefetch, threads[:2], self._ahead, options.stall_timeout, self._dtype)
-            is_left_out = self._is_left_out if not on_accelerator else lambda: False
             staged = StagedBatching(
-                batches, settings, transfer, self._sampling, self._get_accelerator_fraction, is_left_out
-            )
+                batches, settings, transfer, self._sampling, lambda: balance.current.sampled_fraction(info.trainer),
+                is_left_out=lambda: not on_accelerator and balance.leaves_out_cpu,
+            )  # fmt: skip
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, staged, dtype=self._dtype)
         else:
             transfer = transfer if options.prefetch else None
@@ -235,15 +235,6 @@ class HyScaleLoaders:
         """Align the iteration count with ``first``, the first mini-batch of the epoch to train on."""
         assert self.balance is not None
         self._epoch_start = self.balance.iteration - first
-
-    def _get_accelerator_fraction(self) -> float:
-        """Return the fraction of this rank's mini-batches that its accelerator samples."""
-        assert self.balance is not None
-        return self.balance.current.sampled_fraction(self._info.trainer)
-
-    def _is_left_out(self) -> bool:
-        """Return whether the CPU trainers have no seeds for the rest of the run."""
-        return self.balance is not None and self.balance.leaves_out_cpu
 
     def _set_share(self, share: BatchShare) -> None:
         """Set this rank's share of the next mini-batch."""
@@ -331,13 +322,13 @@ class HyScaleLoaders:
         state = self._restored.pop("balance", {}).get(str(info.node), {})
         mapping = None
         if info.local_rank == 0:
-            mapping, state = self._choose_initial_mapping(dataloader, module, wanted, total, threads, drm, state)
+            mapping, state = self._choose_initial_mapping(dataloader, module, wanted, total, threads, state)
         own = self._plan_rank(dataloader, num_workers, sum(threads[:2]), collective, mapping, state)
         ranks = [own] if self._group is None else self._group.all_gather_objects(own)
         first = info.global_rank - info.local_rank
         mapping, state = ranks[first].mapping, ranks[first].state
         assert mapping is not None
-        self._warn_of_deterministic_mode(not replays(drm) and options.automatic)
+        self._warn_of_deterministic_mode()
         # Upper bound of the mini-batches in flight: a decision takes effect after all of these.
         workers = num_workers * (getattr(dataloader, "prefetch_factor", None) or 2)
         staged = 2 * (options.prefetch + 1) + (mapping.accelerator_sampling > 0)
@@ -375,11 +366,11 @@ class HyScaleLoaders:
         on_stream = prefetching is not None or (collective is not None and not num_workers)
         return RankPlan(mapping, state, most_ahead, on_stream, profile)
 
-    def _warn_of_deterministic_mode(self, automatic: bool) -> None:
+    def _warn_of_deterministic_mode(self) -> None:
         """Warn in the first fit if choices depend on measurements that ``deterministic=True`` excludes."""
         options, trainers = self._options, self._info.trainers
         is_hybrid = min(trainers.num_accelerators, trainers.num_cpu) > 0
-        needs_measuring = is_adaptive(options.drm) or (automatic and is_hybrid)
+        needs_measuring = is_adaptive(options.drm) or (options.automatic and is_hybrid)
         if options.accelerator_sampling == "auto":
             needs_measuring |= any(device.type != "cpu" for device in trainers.devices)
         is_first_fit = self.balance is None and not self._info.is_single_rank
@@ -393,26 +384,24 @@ class HyScaleLoaders:
         wanted: str | float,
         total: int,
         threads: Threads,
-        drm: bool | str | Path,
         state: dict[str, Any],
     ) -> tuple[TaskMapping, dict[str, Any]]:
         """Return the initial mapping and the still applicable checkpoint state."""
         # Only the first rank of the node measures: concurrent measurements would disturb each other.
         options, trainers, sampling = self._options, self._info.trainers, self._sampling
         mapping = options.first_mapping(trainers, total, threads)
-        automatic = not replays(drm) and options.automatic
         modeled: float | None = None
         # A resumed run reuses its initial mapping.
         saved = None
-        if automatic or (wanted == "auto" and sampling is not None):
+        if options.automatic or (wanted == "auto" and sampling is not None):
             saved, state = _restore_mapping(state, mapping)
         if saved is not None:
             modeled = saved.accelerator_sampling or None  # 0: no accelerator could sample then, but one can now
-            if automatic:
+            if options.automatic:
                 is_same = sum(saved.threads) == sum(threads)  # otherwise machine or loader changed
                 mapping = replace(saved, threads=options.first_threads(saved.threads if is_same else threads))
         # Otherwise the performance model finds the best mapping with the same number of threads, if allowed to measure.
-        elif automatic and min(trainers.num_cpu, trainers.num_accelerators, total) > 0 and measurements_decide():
+        elif total and options.models_shares(trainers):
             dtype = None if overrides_transfer(module) else options.transfer_dtype
             model = model_of(trainers, dataloader, module, total, sampling, dtype)
             if model is not None:
@@ -420,17 +409,14 @@ class HyScaleLoaders:
                 modeled = best.accelerator_sampling
                 mapping = replace(best, threads=options.first_threads(best.threads))
                 # The process that has started the others, if it is this package's launcher, has decided.
-                if options.admits_cpu_trainers and ADMITTED not in os.environ:
+                if options.admits_cpu_trainers(trainers) and ADMITTED not in os.environ:
                     admission = compare_trainers(model, trainers, options, num_workers_of(dataloader))
                     if not admission.cpu_trainers:
                         rank_zero_warn(f"{admission}; their processes were started by others, so drm=True tries them")
+        share = modeled if isinstance(wanted, str) else wanted
         if sampling is None:
             share = 0.0
-        elif not isinstance(wanted, str):
-            share = wanted
-        elif modeled is not None:
-            share = modeled
-        else:
+        elif share is None:
             count = trainers.num_accelerators
             share = measure_sampling_share(sampling, dataloader, max(1, total), mapping.threads[0], count)
         return replace(mapping, accelerator_sampling=share), state

@@ -206,18 +206,22 @@ class HyScaleOptions:
 
     @property
     def automatic(self) -> bool:
-        """Whether the shares are chosen automatically, not by the user."""
-        return self.shares is None and self.cpu_share == "auto"
+        """Whether the shares are chosen automatically, not by the user or a recorded log."""
+        return self.shares is None and self.cpu_share == "auto" and not replays(self.drm)
 
     @property
     def first_cpu_trainers(self) -> int:
         """CPU trainers per node if nothing was predicted; those of the process that has started this one, if any."""
         return int(os.environ.get(ADMITTED, 1) if isinstance(self.cpu_trainers, str) else self.cpu_trainers)
 
-    @property
-    def admits_cpu_trainers(self) -> bool:
+    def models_shares(self, trainers: TrainerSet) -> bool:
+        """Whether the performance model divides the seeds between CPU trainers and accelerators."""
+        is_hybrid = 0 < trainers.num_cpu < len(trainers.devices)
+        return is_hybrid and self.automatic and measurements_decide()
+
+    def admits_cpu_trainers(self, trainers: TrainerSet) -> bool:
         """Whether predictions decide on CPU trainers: nothing that the user has set depends on them."""
-        return self.cpu_trainers == "auto" and self.automatic and not replays(self.drm) and measurements_decide()
+        return self.cpu_trainers == "auto" and self.models_shares(trainers)
 
     def accelerators(self, devices: list[torch.device]) -> list[torch.device]:
         """Return the user's accelerators, by default the Trainer's."""

@@ -198,14 +198,12 @@ class HyScaleStrategy(WeightedDDPStrategy):
     def _configure_launcher(self) -> None:
         """Decide on CPU trainers before the processes start; where they exist already, a trial decides."""
         super()._configure_launcher()
-        environment, trainers = self.cluster_environment, self.trainers
+        environment = self.cluster_environment
         assert environment is not None
-        if not (self.options.admits_cpu_trainers and trainers.num_cpu and trainers.num_accelerators):
-            return
         # Several nodes would each decide for themselves.
-        if self.num_nodes > 1 or environment.creates_processes_externally:
-            return
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
+        is_alone = self.num_nodes == 1 and not environment.creates_processes_externally
+        is_script = isinstance(self._launcher, _SubprocessScriptLauncher)
+        if is_alone and is_script and self.options.admits_cpu_trainers(self.trainers):
             self._launcher = AdmittingLauncher(environment, self.num_processes, self.num_nodes)
 
     def admit(self, cpu_trainers: int) -> None:

@@ -22,7 +22,6 @@ from lightning_gnn.hyscale.options import (
     TrainerSet,
     allowed_drm,
     default_threads,
-    measurements_decide,
     replays,
     seeds_of_iteration,
 )
@@ -102,7 +101,7 @@ class Node:
             half = self.plan(cpu_trainers, dtype="float16").alone["hybrid training"][1]
             half = half if half <= (1 - MIN_GAIN) * found.seconds else None
         begin, admission = best if is_hybrid else None, None
-        if is_hybrid and self.options.admits_cpu_trainers and cpu_trainers and self.trainers.num_accelerators:
+        if is_hybrid and self.options.admits_cpu_trainers(self.trainers):
             admission = compare_trainers(model, self.trainers, self.options, sum(self.threads[:2]))
         if is_hybrid and self.origin == "measured":
             begin = _initial_mapping(self, best)
@@ -183,7 +182,7 @@ def _initial_mapping(node: Node, best: TaskMapping) -> TaskMapping:
     if replays(options.drm):
         return read_decision_log(options.drm)[0].mapping
     mapping = options.first_mapping(trainers, best.total, threads)
-    if options.automatic and measurements_decide() and trainers.num_cpu and trainers.num_accelerators:
+    if options.models_shares(trainers):
         mapping = replace(best, threads=options.first_threads(best.threads))
     rate, sampling = platform.accelerator_sampling * platform.num_accelerators, node.sampling
     if isinstance(sampling, str):  # "auto": CPU and accelerators finish at the same time
