@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from math import ceil, exp, inf, log
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -389,10 +390,8 @@ def describe_workload(
 ) -> tuple[Workload | None, float]:
     """Return the workload of an iteration, or None if unknown, and one thread's sampling rate in edges per second."""
     # The model needs integer fanouts and a feature tensor; otherwise the defaults apply.
-    data = getattr(loader, "data", None)
+    data: Any = getattr(loader, "data", None)
     sampler = getattr(loader, "node_sampler", None) or getattr(loader, "link_sampler", None)
-    if data is None or sampler is None:
-        return None, _DEFAULT_EDGES_PER_S
     fanouts = getattr(sampler, "num_neighbors", None)
     fanouts = list(getattr(fanouts, "values", fanouts) or []) if not isinstance(fanouts, dict) else []
     features = getattr(data, "x", None)

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from typing_extensions import override
 
-from lightning_gnn.collective.plan import PREPARATION_STAGES, StageTimes
+from lightning_gnn.collective.plan import StageTimes
 from lightning_gnn.hyscale.costs import (
     CPU_TASKS,
     STAGE_NAMES,
@@ -601,10 +601,6 @@ def _are_equal(times: list[float], others: list[float], tolerance: float) -> boo
 # -- one rank
 
 
-_MEASURED = ("sample", "sample_accelerator", "load", "transfer")
-_COLLECTIVE = PREPARATION_STAGES[:4]
-
-
 class StepReport(NamedTuple):
     """What a rank reports about its last iteration, in seconds; -1 for missing values."""
 
@@ -627,7 +623,7 @@ class StepReport(NamedTuple):
         """Return the report of an iteration; None: none was measured."""
         if share is None:
             return cls()
-        stages = {name: share.seconds[name] for name in (*_MEASURED, *_COLLECTIVE) if name in share.seconds}
+        stages = {name: seconds for name, seconds in share.seconds.items() if name in cls._fields}
         if share.sampled_on_accelerator is not None:
             stages["sampled_on_accelerator"] = float(share.sampled_on_accelerator)
         # A training thread that prepares the mini-batches on its GPU cannot train meanwhile.

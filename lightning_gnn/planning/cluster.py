@@ -121,12 +121,12 @@ def machine_memory(
     ranks: int,
     batch_bytes: float = 0.0,
     batches: int = 0,
-    topology: str = "parts",
     cache: int = 0,  # bytes for cached rows of other parts
 ) -> dict[str, float]:
-    """Return the bytes of one machine: neighbor lists, feature rows, node owners, cache and mini-batches."""
-    # A machine stores the neighbor lists of the whole graph or of its own part.
-    index = 0 if topology == "whole" else 1
+    """Return the bytes of one machine: neighbor lists, feature rows, node owners, cache and mini-batches.
+
+    ``nodes`` and ``edges`` have the number in the graph and the number in the machine's part by type.
+    """
 
     # Node and edge ids are int32 if they fit, else int64.
     def id_bytes(count: int) -> int:
@@ -134,11 +134,11 @@ def machine_memory(
 
     # Add up the neighbor lists with edge attributes, the node rows, and the owner of each node.
     lists = sum(
-        8 * (nodes[None if name is None else name[2]][index] + 1)
-        + edges[name][index] * (id_bytes(nodes[None if name is None else name[0]][0]) + id_bytes(edges[name][0]))
+        8 * (nodes[None if name is None else name[2]][1] + 1)
+        + edges[name][1] * (id_bytes(nodes[None if name is None else name[0]][0]) + id_bytes(edges[name][0]))
         for name in edges
     )
-    edge_attributes = sum(edges[name][index] * row_bytes.get(("edge", name), 0) for name in edges)
+    edge_attributes = sum(edges[name][1] * row_bytes.get(("edge", name), 0) for name in edges)
     rows = sum(count * (8 + row_bytes.get(name, 0)) for name, (_, count) in nodes.items())
     owners = sum(count for count, _ in nodes.values()) * (1 if ranks <= 128 else 2)
     return {

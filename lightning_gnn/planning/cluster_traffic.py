@@ -36,14 +36,12 @@ def count_traffic(
     owner: Owners,  # owning rank of each node, integer ``[num_nodes]``, by node type (None in a homogeneous graph)
     ranks: int,
     order: str = "global",
-    topology: str = "parts",  # ``"parts"``, or ``"whole"`` if each rank has all edges
     batches: int = 32,  # approximate number to sample; at least two per rank
-    epoch: int = 0,
     cache: int = 0,
 ) -> Traffic:
     """Sample mini-batches of each rank, and count the bytes that they would exchange over the network."""
     seeds = len(loader.dataset)
-    generator = torch.Generator().manual_seed(loader.pipeline.seed % 2**62 + epoch)
+    generator = torch.Generator().manual_seed(loader.pipeline.seed % 2**62)
     shuffled = torch.randperm(seeds, generator=generator)
     own = [shuffled[rank::ranks] for rank in range(ranks)]
     if order == "local":
@@ -68,11 +66,11 @@ def count_traffic(
         exchanged, cached = [], {}
         if cache:
             # Mini-batches of another epoch decide which rows are cached: those that they read most often.
-            others = (sample(rank, number, epoch + 1) for number in range(_CACHE_BATCHES * each))
+            others = (sample(rank, number, 1) for number in range(_CACHE_BATCHES * each))
             cached = _select_cached(others, owner, rank, widths, cache)
         for number in range(each):
-            out = sample(rank, number, epoch)
-            batch_bytes, count, remote = _count_exchange(out, owner, ranks, rank, widths, topology, cached)
+            out = sample(rank, number, 0)
+            batch_bytes, count, remote = _count_exchange(out, owner, ranks, rank, widths, cached)
             exchanged.append(batch_bytes)
             nodes, rows = nodes + count / (ranks * each), rows + remote / (ranks * each)
         mean = np.mean(exchanged, 0)  # [rounds, ranks, 2]
@@ -104,7 +102,7 @@ def _select_cached(
 
 
 def _count_exchange(
-    out: Output, owner: Owners, ranks: int, rank: int, widths: Mapping[Any, int], topology: str,
+    out: Output, owner: Owners, ranks: int, rank: int, widths: Mapping[Any, int],
     cached: Mapping[NodeType | None, np.ndarray],
 ) -> tuple[np.ndarray, int, int]:  # fmt: skip
     """Return a rank's request and response bytes per peer, ``[rounds, ranks, 2]``, its nodes, and its remote rows."""
@@ -128,16 +126,15 @@ def _count_exchange(
         bytes_[rank] = 0
         rounds.append(bytes_)
 
-    if topology == "parts":
-        for hop in range(max((len(edges) for edges in edges_per_hop.values()), default=0)):
-            requests = []
-            for name, edges in edges_per_hop.items():
-                target = name[2] if is_hetero else None
-                first = sum(nodes_per_hop[target][:hop])
-                frontier = owner_of_local[target][first : first + nodes_per_hop[target][hop]]
-                col = cols[name][sum(edges[:hop]) : sum(edges[: hop + 1])].numpy()
-                requests.append((frontier, NODE_BYTES, owner_of_local[target][col], PICK_BYTES))
-            add_round(*requests)
+    for hop in range(max((len(edges) for edges in edges_per_hop.values()), default=0)):
+        requests = []
+        for name, edges in edges_per_hop.items():
+            target = name[2] if is_hetero else None
+            first = sum(nodes_per_hop[target][:hop])
+            frontier = owner_of_local[target][first : first + nodes_per_hop[target][hop]]
+            col = cols[name][sum(edges[:hop]) : sum(edges[: hop + 1])].numpy()
+            requests.append((frontier, NODE_BYTES, owner_of_local[target][col], PICK_BYTES))
+        add_round(*requests)
     total = remote = 0
     for name, ids in nodes.items():
         distinct = ids.numpy() if getattr(out, "batch", None) is None else np.unique(ids.numpy())
@@ -145,7 +142,7 @@ def _count_exchange(
         total, remote = total + ids.numel(), remote + int((row_owner != rank).sum())
         if name in widths:
             add_round((row_owner, NODE_BYTES, row_owner, widths[name]))
-    for name, col in cols.items() if topology == "parts" else ():
+    for name, col in cols.items():
         if ("edge", name) in widths:
             edge_owner = owner_of_local[name[2] if is_hetero else None][col.numpy()]
             add_round((edge_owner, NODE_BYTES, edge_owner, widths["edge", name]))

@@ -12,6 +12,8 @@ from lightning_gnn.planning.steps import TimedStep, time_steps, time_together
 from lightning_gnn.runtime.devices import is_busy, num_cores
 from lightning_gnn.runtime.lightning import pl
 
+WORKER_PARTS = ("sampling", "features", "preparing")
+"""Parts that run in the workers, if any; all others run in the training thread."""
 MIN_GAIN = 0.05  # smaller gains, as a fraction of the epoch time, count as noise
 
 
@@ -66,12 +68,9 @@ class CPUForecast:
     @property
     def bottleneck(self) -> str:
         """The largest of :attr:`parts` that limit the rhythm: of preparing, of training or of both."""
-        preparing: list[str] = [name for name in ("sampling", "features", "preparing") if name in self.parts]
-        names = [name for name in self.parts if self.preparation.workers == 0 or name not in preparing]
-        if self.rhythm.bound == "preparing":
-            names = preparing
-        elif self.rhythm.bound == "cores":
-            names = list(self.parts)
+        names, bound = list(self.parts), self.rhythm.bound
+        if bound != "cores" and self.preparation.workers:
+            names = [name for name in names if (name in WORKER_PARTS) == (bound == "preparing")]
         return max(names, key=self.parts.__getitem__)
 
     def better_threads(self) -> tuple[int, int, float]:
@@ -87,9 +86,8 @@ class CPUForecast:
 
     def _rhythm(self, workers: int, threads: int) -> Rhythm:
         prepared, step = self.preparation, self.steps[threads]
-        deferred = max(0.0, prepared.training_thread_s - (prepared.seconds if prepared.workers == 0 else 0.0))
-        parallel = step.total + deferred
-        serial = self.steps[min(self.steps)].total + deferred
+        parallel = step.total + prepared.deferred_s
+        serial = self.steps[min(self.steps)].total + prepared.deferred_s
         predicted = rhythm(prepared.seconds, workers, parallel, serial, self.cores)
         return replace(predicted, seconds=predicted.seconds * self.slowdown) if workers else predicted
 

@@ -36,6 +36,11 @@ class Preparation:
             return self.sampling_s + self.features_s
         return self.ready_s * max(1, self.workers)
 
+    @property
+    def deferred_s(self) -> float:
+        """Seconds of the training thread that remain with any number of workers."""
+        return max(0.0, self.training_thread_s - (0.0 if self.workers else self.seconds))
+
 
 def prepare(loader: Iterable[object]) -> tuple[list[object], Preparation]:
     """Prepare a few mini-batches of the first epoch; return them and their average cost."""

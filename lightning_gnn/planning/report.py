@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lightning_gnn.planning.forecast import MIN_GAIN, CPUForecast
+from lightning_gnn.planning.forecast import MIN_GAIN, WORKER_PARTS, CPUForecast
 from lightning_gnn.planning.limits import MachineLimits
 from lightning_gnn.runtime.files import write_whole
 
 if TYPE_CHECKING:  # rich is a dependency of the command only
     from rich.console import Console
-
-WORKER_PARTS = ("sampling", "features", "preparing")
-"""Parts that run in the workers, if any; all others run in the training thread."""
 
 
 @dataclass(frozen=True)
@@ -34,36 +31,24 @@ class Option:
 
 def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[str, str, str, str, str, float]]:
     """Return name, thread, work, rate, machine limit and milliseconds per mini-batch of each part."""
-    prepared, step = found.preparation, found.step
-    bandwidth = f"{limits.gather_bandwidth / 1e9:.3g} GB/s"
-    reads = f"{1e9 * limits.random_read_s:.3g} ns a random read"
-    peak = limits.flops_bf16 if bf16 else limits.flops
-    edges = f"{prepared.edges:,.0f} edges"
-    # Relate the time of each part to its amount of work, if known.
-    known = {}
+    prepared, step, workers = found.preparation, found.step, found.preparation.workers
+    described = []
     for name, seconds in found.parts.items():
+        by = f"{workers} worker{'s' * (workers > 1)}" if workers and name in WORKER_PARTS else "training"
+        # Relate the time of each part to its amount of work, if known.
         work = rate = limit = ""
         if name in ("sampling", "aggregation", "preparing") and prepared.edges:
-            work, rate = edges, f"{1e9 * seconds / prepared.edges:.3g} ns an edge"
-            limit = reads if name == "sampling" else ""
+            work, rate = f"{prepared.edges:,.0f} edges", f"{1e9 * seconds / prepared.edges:.3g} ns an edge"
+            limit = f"{1e9 * limits.random_read_s:.3g} ns a random read" if name == "sampling" else ""
         elif name == "features" and prepared.feature_bytes and seconds:
             work = f"{prepared.nodes:,.0f} rows, {prepared.feature_bytes / 1e6:.3g} MB"
-            rate, limit = f"{prepared.feature_bytes / seconds / 1e9:.3g} GB/s", bandwidth
+            rate = f"{prepared.feature_bytes / seconds / 1e9:.3g} GB/s"
+            limit = f"{limits.gather_bandwidth / 1e9:.3g} GB/s"
         elif name == "products" and step.flops and seconds:
             work, rate = f"{step.flops / 1e9:.3g} GFLOP", f"{step.flops / seconds / 1e9:.3g} GFLOP/s"
-            limit = f"{peak / 1e9:.3g} GFLOP/s"
-        known[name] = (work, rate, limit)
-    # Workers prepare mini-batches; all other parts belong to training.
-    workers = prepared.workers
-    return [
-        (
-            name,
-            f"{workers} worker{'s' * (workers > 1)}" if workers and name in WORKER_PARTS else "training",
-            *known[name],
-            1e3 * seconds,
-        )
-        for name, seconds in found.parts.items()
-    ]
+            limit = f"{(limits.flops_bf16 if bf16 else limits.flops) / 1e9:.3g} GFLOP/s"
+        described.append((name, by, work, rate, limit, 1e3 * seconds))
+    return described
 
 
 def sentences(found: CPUForecast) -> list[str]:

@@ -125,8 +125,6 @@ def test_what_is_counted_for_a_path():
         16 + 2 * ENVELOPE + 64 + 2 * ENVELOPE, 24 + 2 * ENVELOPE + 44 + 2 * ENVELOPE,
     ]  # fmt: skip
     assert (found.remote_rows, found.nodes, found.steps) == (1.5, 3.0, 1.0)
-    rows = count_traffic(loader, owner, 2, topology="whole")
-    assert rows.request_bytes.shape == (1, 2)
 
 
 def test_memory_of_a_machine(tmp_path):

@@ -118,10 +118,9 @@ def plan_machines(
 
 def _work(found: CPUForecast, nodes: float, module: pl.LightningModule) -> Work:
     prepared, step = found.preparation, found.step
-    inside = max(0.0, prepared.training_thread_s - (0.0 if prepared.workers else prepared.seconds))
     trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
     return Work(
-        prepared.seconds, step.seconds, step.outside_s + inside, prepared.workers, found.cores,
+        prepared.seconds, step.seconds, step.outside_s + prepared.deferred_s, prepared.workers, found.cores,
         found.steps[min(found.steps)].seconds, nodes,
         sum(parameter.numel() * parameter.element_size() for parameter in trained),
         seconds_per_byte(), found.slowdown if prepared.workers else 1.0,
