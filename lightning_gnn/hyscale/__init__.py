@@ -5,9 +5,8 @@ initial shares; the dynamic resource manager moves seeds and threads during trai
 
 Reading order: ``hyscale/strategy.py`` (the Lightning strategy), ``hyscale/loader_setup.py`` (the loaders of a rank),
 ``hyscale/sharded_loader.py`` (a rank's shard of each mini-batch), ``hyscale/staged_prefetcher.py`` (four stages),
-``distributed/step_sync.py`` (the metadata exchanged in a step), ``hyscale/resource_manager/controller.py`` (applies
-decisions), ``resource_manager/resources.py`` (algorithm 1), ``hyscale/analytic.py`` (equations 5 to 13),
-``hyscale/plan.py`` (the plan of a node).
+``distributed/step_sync.py`` (the metadata exchanged in a step), ``hyscale/drm.py`` (decides on the mapping, and applies
+decisions), ``hyscale/analytic.py`` (equations 5 to 13), ``hyscale/plan.py`` (the plan of a node).
 """
 
 from lightning_gnn.hyscale.analytic import PerformanceModel

@@ -34,7 +34,7 @@ from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
 from lightning_gnn.ops import batch_key
 from lightning_gnn.runtime.devices import num_cores
-from lightning_gnn.runtime.machine_rates import measured_once, min_seconds
+from lightning_gnn.runtime.machine_rates import measured_once, min_seconds, torch_threads
 from lightning_gnn.runtime.memory_info import available_bytes
 
 _TRANSFER_BYTES = {"float16": (2, 0), "int8": (1, 4)}
@@ -475,13 +475,9 @@ def measure_platform(
     if accelerators and accelerators[0].type != "cpu":
         rows = torch.ones(_ROWS, _WIDTH)
         pcie = rows.nbytes / min_seconds(lambda: rows.to(accelerators[0])[0, 0].item())
-    previous_threads = torch.get_num_threads()
     all_cores = _measure_processor(cpu)
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         core_bandwidth = _measure_processor(cpu).memory_bandwidth
-    finally:
-        torch.set_num_threads(previous_threads)
     accelerator = _measure_processor(accelerators[0]) if accelerators else None
     gather_bandwidth, memory = 0.0, 0
     if gathers and accelerator is not None and accelerators[0].type == "cuda":

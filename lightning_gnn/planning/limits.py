@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from lightning_gnn.ops.gather.definition import gather_rows
-from lightning_gnn.runtime.machine_rates import measured_once, min_seconds, product_rate
+from lightning_gnn.runtime.machine_rates import measured_once, min_seconds, product_rate, torch_threads
 
 _ARRAY_BYTES = 1 << 27  # size of the copied and read arrays: larger than CPU caches
 _ROW_BYTES = 512
@@ -46,19 +46,15 @@ def machine_limits(threads: int | None = None) -> MachineLimits:
 
 def measure_limits(threads: int) -> MachineLimits:
     """Measure the limits, each as the best of a few repetitions."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+    with torch_threads(threads):
         source, target = torch.ones(_ARRAY_BYTES // 4), torch.empty(_ARRAY_BYTES // 4)
         copied = 2 * _ARRAY_BYTES / min_seconds(lambda: target.copy_(source))
         flops, flops_bf16 = (product_rate(dtype, _ROWS) for dtype in (torch.float32, torch.bfloat16))
-        torch.set_num_threads(1)
+    with torch_threads(1):
         table, rows = source.view(-1, _ROW_BYTES // 4), _ARRAY_BYTES // _ROW_BYTES
         ids = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
         gathered = _ARRAY_BYTES / min_seconds(lambda: gather_rows(table, ids))
         words = source.view(torch.int64)
         indices = torch.randint(words.numel(), (1 << 20,), generator=torch.Generator().manual_seed(0))
         read = min_seconds(lambda: words.index_select(0, indices)) / indices.numel()
-    finally:
-        torch.set_num_threads(before)
     return MachineLimits(threads, copied, gathered, read, flops, flops_bf16)

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 
 from lightning_gnn.runtime.lightning import pl
+from lightning_gnn.runtime.machine_rates import torch_threads
 
 WARM_UP, TIMED = 2, 6  # number of warm-up and of timed steps; one more step is profiled
 NUM_OVERLAPPED = 16  # steps timed while workers prepare mini-batches
@@ -86,13 +87,9 @@ def _fit(
         callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, profiler=None,
     )  # fmt: skip
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+    with torch_threads(threads):
         warnings.filterwarnings("ignore", ".*but have no `val_dataloader`.*")
         trainer.fit(module, train_dataloaders=loader)
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Replay:

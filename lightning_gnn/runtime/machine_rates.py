@@ -3,7 +3,8 @@
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,17 @@ def product_rate(dtype: torch.dtype, rows: int = 1024) -> float:
     left, right = torch.ones(rows, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
     out = torch.empty(rows, _WIDTH, dtype=dtype)
     return 2 * rows * _WIDTH * _WIDTH / min_seconds(lambda: torch.mm(left, right, out=out))
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Compute with a number of torch threads in the ``with`` block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def measured_once(title: str, measure: Callable[[], Mapping[str, Any]], *conditions: object) -> dict[str, Any]:
