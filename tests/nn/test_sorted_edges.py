@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.sampler import NodeSamplerInput
 
 from lightning_gnn import CSCGraph, NeighborDataModule, NeighborSampler
+from lightning_gnn.nn import GraphSAGE
 from lightning_gnn.nn.sampled_edges import moved, remember
 from lightning_gnn.ops.aggregate_update.edge_order import first_edges, is_sorted
 from tests.ops.sample_cases import random_types
@@ -64,3 +66,13 @@ def test_sorted_edges_are_known_on_a_device_until_they_change():
     on_meta.edge_index = edges.clone()
     remember(on_meta)
     assert not is_sorted(on_meta.edge_index)
+
+
+@pytest.mark.medium
+def test_a_compiled_model_and_a_subclass_do_not_ask():
+    x, edges = torch.randn(20, 6), torch.randint(5, (2, 30), generator=torch.Generator().manual_seed(1))
+    model, counts = GraphSAGE(6, 8, 2, 3), ([5, 5, 10], [30, 0])
+    wanted = model(x, edges, None, None, None, None, *counts)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, edges, None, None, None, None, *counts), wanted)
+    assert not is_sorted(EdgeIndex(edges, sparse_size=(20, 20)))

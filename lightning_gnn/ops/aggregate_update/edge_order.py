@@ -29,7 +29,9 @@ def mark_sorted(edge_index: Tensor) -> None:
 
 def is_sorted(edge_index: Tensor) -> bool:
     """Return whether edges are known to be sorted by target and inside their mini-batch, without a look at them."""
-    return not edge_index.is_inference() and _sorted.get(edge_index) == edge_index._version
+    if torch.compiler.is_compiling() or type(edge_index) is not Tensor or edge_index.is_inference():
+        return False
+    return bool(_sorted.get(edge_index) == edge_index._version)
 
 
 def first_edges(edge_index: Tensor, stop: int, start: int = 0) -> Tensor:
