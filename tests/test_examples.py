@@ -97,7 +97,7 @@ def test_the_notebook_about_hybrid_training_moves_shares_there_and_back(tmp_path
     shares = re.search(r"share at the end of each epoch: (\d+)%, (\d+)%, (\d+)%", printed).groups()
     calm, disturbed, after = map(int, shares)
     assert disturbed < min(calm, after)
-    assert "0: start: start with seeds cpu 38 + accelerator 90" in printed
+    assert "0: start: start with seeds cpu 0 + accelerator 128" in printed
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 

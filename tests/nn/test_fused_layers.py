@@ -307,7 +307,7 @@ def test_reasons_are_given():
         "max": SAGEConv(4, 4, aggr="max"),
         "isomorphism": GINConv(nn.Linear(4, 4)),
         "pygs": pyg.GCNConv(4, 4),
-        "other": pyg.TransformerConv(4, 4),
+        "other": pyg.ChebConv(4, 4, 2),
         "lstm": SAGEConv(4, 4, aggr="lstm"),
         "several": SAGEConv(4, 4, aggr=["mean", "max"]),
         "message": Doubled(4, 4),
@@ -319,7 +319,7 @@ def test_reasons_are_given():
     assert list(reasons) == list(layers)[3:]
     for name, words in {
         "pygs": "lightning_gnn.nn.GCNConv takes the same",
-        "other": "no fused operator for TransformerConv",
+        "other": "no fused operator for ChebConv",
         "lstm": "'lstm'",
         "several": "aggr=",
         "message": "message()",

@@ -222,7 +222,9 @@ class _AggregateUpdate(torch.autograd.Function):
 
 
 def _in_dtype_of_x(call: Update) -> Update:
-    """Return the call with parameters of the dtype of x."""
+    """Return the call with parameters rounded to bfloat16 if x is; any other mixture of dtypes is an error."""
+    if call.x.dtype != torch.bfloat16:
+        return call
     names = ("weight", "self_weight", "bias")
     return call._replace(**{name: one.to(call.x.dtype) for name in names if (one := getattr(call, name)) is not None})
 
