@@ -124,8 +124,10 @@ def _name_disks(error: OSError) -> OSError:
     path = error.filename2 or error.filename
     if isinstance(path, str) and Path(path).parent.is_dir():
         return disk_full_error(Path(path), error)
-    folders = [Path(HydraConfig.get().runtime.output_dir)] if HydraConfig.initialized() else []
-    folders += [Path.cwd(), Path(tempfile.gettempdir())]
+    folders = [Path.cwd(), Path(tempfile.gettempdir())]
+    # Hydra keeps the configuration that --cfg or --help has shown, without a folder.
+    if HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().runtime, "output_dir"):
+        folders.insert(0, Path(HydraConfig.get().runtime.output_dir))
     free = ", ".join(f"{shown(shutil.disk_usage(folder).free)} in {folder}" for folder in folders if folder.is_dir())
     return OSError(error.errno, f"a file cannot be written ({error.strerror}): {free} left; {DISK_ADVICE}")
 

@@ -147,7 +147,10 @@ def write_anywhere(path):
 
 
 @pytest.mark.parametrize("write", [write_archive, write_anywhere])
-def test_writes_of_other_packages(write, tmp_path):
+@pytest.mark.parametrize("shown", [False, True])
+def test_writes_of_other_packages(write, shown, tmp_path):
+    if shown:  # a configuration that Hydra keeps in this process, without a folder
+        assert lgnn(tmp_path, "--cfg=job") == 0
     with limit_files(4096), pytest.raises(UserError) as raised, raise_user_errors(only_ours=True):
         write(tmp_path / "some.file")
     said = rf"a file cannot be written \(File too large\): \S+ \S+ in {Path.cwd()}, .* left; free disk space, or write"
