@@ -344,7 +344,8 @@ class GAT(_AttentionGNN, pyg.GAT):  # type: ignore[misc]
         then = fold_dropout(conv, self.norms[layer], self.act, self.dropout, out)
         if then is None:
             return add_bias(conv, out), False
-        return add_relu_drop(out, conv.bias, then.p, then.key), True
+        bias = None if conv.bias is None else conv.bias.to(out.dtype)
+        return add_relu_drop(out, bias, then.p, then.key), True
 
 
 class GraphTransformer(_AttentionGNN):

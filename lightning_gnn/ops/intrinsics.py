@@ -164,9 +164,14 @@ class _Block(Call):
         vector = ir.VectorType(self.scalar, count)
         if self.types[name].dtype != types.uint16:
             return self.load_as(vector, name, at)
-        integers = ir.VectorType(_I32, count)
-        halves = self.builder.zext(self.load_as(ir.VectorType(_I16, count), name, at), integers)
-        return self.builder.bitcast(self.builder.shl(halves, repeated(_I32, 16, count)), vector)
+        return self.widened(self.load_as(ir.VectorType(_I16, count), name, at))
+
+    def widened(self, value: ir.Value) -> ir.Value:
+        """Return a vector of bfloat16, held as int16, as float32."""
+        count = value.type.count
+        bits = self.builder.zext(value, ir.VectorType(_I32, count))
+        bits = self.builder.shl(bits, repeated(_I32, 16, count))
+        return self.builder.bitcast(bits, ir.VectorType(self.scalar, count))
 
     def store_columns(self, value: ir.Value, name: str, at: ir.Value) -> None:
         """Store a result of the block in memory order."""

@@ -97,6 +97,52 @@ def test_result_and_gradients_are_those_of_the_reference(batch, kind, size, want
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
+@settings(max_examples=100)
+@given(batches(), st.sampled_from(KINDS), sizes, st.booleans(), executions)
+def test_values_of_bfloat16_are_those_of_float64_but_for_rounding(batch, kind, size, dropped, chosen):
+    num_sources, num_targets, edge_index = batch
+    edges, dynamic = sort_edges(edge_index, num_sources, num_targets), kind == "dynamic"
+    *tensors, factor = draw_inputs(kind, num_sources, edges, *size, dropped=dropped)
+    # All are exact in bfloat16, so that only results are rounded; parameters stay float32.
+    exact = [None if one is None else one.detach().bfloat16().double().requires_grad_() for one in tensors]
+    narrow = [None if one is None else one.detach().float().requires_grad_() for one in exact]
+    narrow[0] = exact[0].detach().bfloat16().requires_grad_()
+    with execution(**chosen):
+        out = attend(edges, *narrow, None if factor is None else factor.float(), 0.2, dynamic)
+        seed = normal(*out.shape, seed=9).bfloat16()
+        got = [out, *torch.autograd.grad(out, [one for one in narrow if one is not None], seed)]
+    expected = attend_by_reference(edges, [*exact, factor], dynamic)
+    want = [expected, *torch.autograd.grad(expected, [one for one in exact if one is not None], seed.double())]
+    assert [one.dtype for one in got[:3]] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    scale = max(float(one.norm()) for one in want)  # gradients of scores cancel, down to 0
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm() + 0.01 * scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_bfloat16_do_not_depend_on_the_number_of_threads(kind):
+    edges = sort_edges(torch.randint(700, (2, 9000), generator=torch.Generator().manual_seed(0)), 700, 700)
+    *inputs, factor = draw_inputs(kind, 700, edges, 4, 20, dtype=torch.float32)
+    inputs[0] = inputs[0].detach().bfloat16().requires_grad_()
+    given, found = [one for one in inputs if one is not None], []
+    for threads in (1, 3):
+        with execution(threads, tile=64):
+            out = attend(edges, *inputs, factor, 0.2, kind == "dynamic")
+            found.append([out, *torch.autograd.grad(out.float().square().sum(), given)])
+    assert all(torch.equal(one, three) for one, three in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_bfloat16_that_are_not_finite_reach_all_that_read_them(kind):
+    edges = sort_edges(torch.randint(50, (2, 200), generator=torch.Generator().manual_seed(0)), 50, 50)
+    *inputs, factor = draw_inputs(kind, 50, edges, 3, 5, dtype=torch.float32, wanted=(False,) * 4)
+    inputs[0][5], inputs[0][6] = torch.nan, torch.inf
+    out = attend(edges, inputs[0].bfloat16(), *inputs[1:], factor, 0.2, kind == "dynamic")
+    exact = attend(edges, *inputs, factor, 0.2, kind == "dynamic")
+    assert bool(out.isnan().any())
+    assert torch.equal(out.isnan(), exact.isnan())
+
+
 def draw_keys(num_sources, edges, heads, channels, wanted=(True,) * 3, dropped=True, dtype=torch.float64):
     """Draw queries, keys and values, and the factors of dropout."""
     num_targets, width = edges[0].numel() - 1, heads * channels

@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn.conv import GATv2Conv, MessagePassing
 
+from lightning_gnn.nn.conv.fused import is_prefix
+from lightning_gnn.ops.aggregate.numba_rows import convert
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.dropout import draw_key, draws_by_key, dropout, row_dropout
+from lightning_gnn.ops.products import multiplies_bfloat16
 
 _GATHER = 16  # cost of an edge reading one element of a row, in multiply-adds of a dense product
 _SCORE = 3  # cost of a head processing one element, in multiply-adds
@@ -17,22 +20,29 @@ _TILED = 1.5  # cost of a product per head and tile, relative to one of all head
 
 
 @contextmanager
-def without_autocast(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield features with autocast disabled: CPUs attend in float32, GPUs in the dtype of autocast."""
+def without_autocast(source: Tensor, target: Tensor, narrow: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield features with autocast disabled, in the dtype of autocast; on a CPU in float32 unless ``narrow``."""
     device = source.device.type
     if not torch.is_autocast_enabled(device):
         yield source, target
         return
-    dtype = torch.float32 if source.is_cpu else torch.get_autocast_dtype(device)
-    cast = source.to(dtype)
+    dtype = torch.float32 if source.is_cpu and not narrow else torch.get_autocast_dtype(device)
+    cast = convert(source, dtype)
+    # run_gatv2 recognizes shared features by identity.
+    if target is source:
+        target = cast
+    elif is_prefix(target, source):
+        target = cast[: target.size(0)]
+    else:
+        target = convert(target, dtype)
     with torch.autocast(device, enabled=False):
-        yield cast, cast if target is source else target.to(dtype)
+        yield cast, target
 
 
 def run_attention(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
     """Compute ``GATConv`` or ``GATv2Conv`` without bias, for features ``[n, in]`` and edges ``[2, E]``."""
     run = run_gatv2 if layer.fused.base is GATv2Conv else run_gat
-    with without_autocast(source, target) as rows:
+    with without_autocast(source, target, narrow=source.is_cpu and multiplies_bfloat16()) as rows:
         return run(layer, *rows, edge_index)
 
 
@@ -50,10 +60,12 @@ def run_gat(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: T
     # A score only needs the product of a node's features with a vector, not with the weight matrix.
     scores = multiply(target, fold_weight(layer.att_dst, by_target))
     if aggregates_first(source, edges, weight, heads):
-        side, weight = fold_weight(layer.att_src, weight).to(source.dtype), weight.to(source.dtype)
+        side = fold_weight(layer.att_src, weight)
+        # A CPU rounds the weight itself, and sums its gradient in float32.
+        side, weight = (side, weight) if source.is_cpu else (side.to(source.dtype), weight.to(source.dtype))
         out = attend(edges, source, side, scores, weight, factor, slope)
     else:
-        side = layer.att_src.squeeze(0).to(source.dtype)
+        side = layer.att_src.squeeze(0) if source.is_cpu else layer.att_src.squeeze(0).to(source.dtype)
         out = attend(edges, multiply(source, weight), side, scores, None, factor, slope)
     return _finish(layer, out, target)
 
@@ -64,7 +76,7 @@ def run_gatv2(layer: MessagePassing, source: Tensor, target: Tensor, edge_index:
     left = multiply(source, layer.lin_l.weight, layer.lin_l.bias)
     is_shared = target is source and layer.lin_r is layer.lin_l
     right = left if is_shared else multiply(target, layer.lin_r.weight, layer.lin_r.bias)
-    side = layer.att.squeeze(0).to(source.dtype)
+    side = layer.att.squeeze(0) if source.is_cpu else layer.att.squeeze(0).to(source.dtype)
     out = attend(edges, left, side, right, None, factor, layer.negative_slope, dynamic=True)
     return _finish(layer, out, target)
 
@@ -119,7 +131,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _finish(layer: MessagePassing, out: Tensor, target: Tensor) -> Tensor:
     dtype = next(iter(layer.fused.products(layer).values())).weight.dtype  # not that of autocast
-    out = out.to(dtype)
+    out = out if out.is_cpu else out.to(dtype)  # on a CPU, bias and activation read bfloat16
     if not layer.concat:
         out = out.view(out.size(0), layer.heads, layer.out_channels).mean(1)
     if layer.res is not None:

@@ -13,6 +13,7 @@ from torch_geometric.nn.dense.linear import Linear
 from lightning_gnn.nn.conv.backends import accepted_dtypes, choose
 from lightning_gnn.nn.conv.graph import REDUCE
 from lightning_gnn.nn.dropout import Dropout
+from lightning_gnn.ops.aggregate.numba_rows import convert
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import draw_key, draws_by_key
 from lightning_gnn.ops.products import multiplies_bfloat16
@@ -118,13 +119,13 @@ def can_fuse(
 
 
 def multiply(module: nn.Module, x: Tensor) -> Tensor:
-    """Return ``module(x)``; under CPU autocast compute in float32 and round the result, unless bfloat16 is faster."""
+    """Return ``module(x)``; under CPU autocast compute in float32, unless bfloat16 is faster."""
     low = x.is_cpu and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
     if not low or multiplies_bfloat16() or any(parameter.dtype != torch.float32 for parameter in module.parameters()):
         out: Tensor = module(x)
         return out
     with torch.autocast("cpu", enabled=False):
-        return module(x.float()).to(torch.bfloat16)  # type: ignore[no-any-return]
+        return module(convert(x, torch.float32))  # type: ignore[no-any-return]
 
 
 def fold_dropout(layer: nn.Module, norm: nn.Module, act: object, dropout: nn.Module, x: Tensor) -> ReluDropout | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor
+from lightning_gnn.ops.aggregate.numba_rows import convert
 from lightning_gnn.ops.aggregate_update import gcn_edges as aggregate_update_gcn_edges  # noqa: F401  defines the operator
 from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate_update import reference
@@ -162,9 +163,13 @@ def _run(call: Update, then: ReluDropout | None) -> Tensor:
     if autocast or compute_dtype != call.x.dtype:
         # Parameters are rounded to bfloat16 in the operator, so that their gradients are float32.
         names = ("x",) if device == "cpu" and is_narrow else ("x", "weight", "self_weight", "bias")
-        inputs = {name: tensor.to(compute_dtype) for name in names if (tensor := getattr(call, name)) is not None}
+        inputs: dict[str, Any] = {
+            name: convert(tensor, compute_dtype) for name in names if (tensor := getattr(call, name)) is not None
+        }
         with torch.autocast(device, enabled=False):
-            return _run(call._replace(**inputs), then).to(dtype)
+            out = _run(call._replace(**inputs), then)
+        # Under autocast, float32 is not rounded, because the next layer would widen it again.
+        return out if device == "cpu" and autocast and not is_narrow else out.to(dtype)
     if then is not None:
         call = call._replace(p=then.p, key=mixed_key(then.key))
     x, weight = call.x, call.weight

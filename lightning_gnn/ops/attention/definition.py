@@ -88,15 +88,19 @@ def _run(call: Attend, with_mass: bool) -> tuple[Tensor, Tensor]:
     _check(call)
     sizes = call.edges[1], call.values, call.side, call.side if call.weight is None else call.weight
     if _backend(call.values.device) is None or any(tensor.numel() == 0 for tensor in sizes):
-        return reference.attend(_cut_unused(call))
+        return _attend_by_reference(call)
     return _with_autograd(*call[1:5], call.keys, call, with_mass)
 
 
-def _cut_unused(call: Attend) -> Attend:
-    """Return a call without the unused entries behind the edges; waits for the device."""
-    (indptr, indices), factor = call.edges, call.factor
+def _attend_by_reference(call: Attend) -> tuple[Tensor, Tensor]:
+    """Run the reference in the dtype of the sides, without unused entries behind the edges; waits for the device."""
+    (indptr, indices), factor, dtype = call.edges, call.factor, call.side.dtype
     count = int(indptr[-1])
-    return call._replace(edges=[indptr, indices[:count]], factor=None if factor is None else factor[:count])
+    weight = None if call.weight is None else call.weight.to(dtype)
+    wide = call._replace(values=call.values.to(dtype), shift=call.shift.to(dtype), weight=weight)
+    wide = wide._replace(edges=[indptr, indices[:count]], factor=None if factor is None else factor[:count])
+    out, mass = reference.attend(wide)
+    return out.to(call.values.dtype), mass
 
 
 class _Attend(torch.autograd.Function):
@@ -125,7 +129,7 @@ class _Attend(torch.autograd.Function):
 
             def compute(*inputs: Any) -> tuple[Tensor, Tensor]:
                 call = Attend([indptr, indices], *inputs[:4], *rest)._replace(keys=inputs[4])
-                return reference.attend(_cut_unused(call))
+                return _attend_by_reference(call)
 
             grads = differentiable_gradients(compute, [*inputs, keys], wanted, [grad, grad_mass])
         else:
@@ -159,8 +163,11 @@ def _check(call: Attend) -> None:
         "keys": (call.keys, list(values.shape)),
     }
     check_shapes(shapes)
+    # float16 and bfloat16 would round the factors of dropout; a CPU only reads and multiplies bfloat16.
     wide = torch.promote_types(values.dtype, torch.float32)
+    wider = ("factor", "side", "shift", "weight") if values.is_cpu else ("factor",)
     for name, (tensor, _) in shapes.items():
-        # float16 and bfloat16 would round the factors of dropout.
-        if tensor is not None and tensor.dtype not in (values.dtype, wide if name == "factor" else values.dtype):
+        if tensor is not None and tensor.dtype not in (values.dtype, wide if name in wider else values.dtype):
             raise TypeError(f"{name} is {tensor.dtype}, but values is {values.dtype}; convert one of them")
+    if values.is_cpu and values.dtype == torch.bfloat16 and call.keys is not None:
+        raise TypeError("keys and values are bfloat16, which dot-product attention on a CPU does not support")

@@ -4,15 +4,16 @@ Columns are processed one cache line at a time; the excess of the last line is m
 four heads are processed together. Either all of them read the same columns of a row, which is then loaded once, or each
 reads its own columns. The order of every sum is fixed.
 
-The arguments are those of ``ops/intrinsics.py``, with a single floating dtype, and ``columns`` per head or block.
+The arguments are those of ``ops/intrinsics.py``, with ``columns`` per head or block. Arrays that are only read may be
+bfloat16 as uint16, where all others are float32; the others have a single floating dtype.
 """
 
 from collections.abc import Sequence
 
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils, types
 
-from lightning_gnn.ops.intrinsics import _I32, _I64, AHEAD, LINE, _Block, row_loop
+from lightning_gnn.ops.intrinsics import _I16, _I32, _I64, AHEAD, LINE, _Block, repeated, row_loop
 
 HEADS = (4, 2, 1)  # heads that a loop may process together
 LINES = 4  # maximum cache lines of columns per sum: with four heads they fill half of the AVX-512 registers
@@ -24,11 +25,11 @@ _LEAKY_SUMS = tuple((lines, sums) for lines in range(1, LINES + 1) for sums in (
 
 
 class _Line(_Block):
-    """A block of one cache line of columns."""
+    """A block of columns that fill one cache line in the dtype of sums."""
 
     def __init__(self, block: _Block) -> None:
-        size: int = block.types["x"].dtype.bitwidth // 8
-        super().__init__(block, LINE // size, 1)
+        super().__init__(block, LINE // block.bytes, 1)
+        self.order = None  # bfloat16 is widened in the order of memory
         self.zeros = self.constant(0.0)
         self.masks = ir.VectorType(ir.IntType(1), self.width)
 
@@ -40,13 +41,17 @@ class _Line(_Block):
 
     def read(self, name: str, at: ir.Value, mask: ir.Value | None) -> ir.Value:
         """Load a line; masked columns are 0."""
+        is_narrow = self.types[name].dtype == types.uint16
         if mask is None:
-            return self.load(name, at)
-        pointer = self.builder.bitcast(self.pointer(name, at), self.vector.as_pointer())
-        signature = ir.FunctionType(self.vector, [pointer.type, _I32, self.masks, self.vector])
-        call = f"llvm.masked.load.v{self.width}f{8 * self.bytes}.p0"
+            return self._load_widened(name, at, self.width) if is_narrow else self.load(name, at)
+        stored = ir.VectorType(_I16, self.width) if is_narrow else self.vector
+        pointer = self.builder.bitcast(self.pointer(name, at), stored.as_pointer())
+        signature = ir.FunctionType(stored, [pointer.type, _I32, self.masks, stored])
+        call = f"llvm.masked.load.v{self.width}{'i16' if is_narrow else f'f{8 * self.bytes}'}.p0"
         function = cgutils.get_or_insert_function(self.builder.module, signature, call)  # type: ignore[no-untyped-call]
-        return self.builder.call(function, [pointer, _I32(self.bytes), mask, self.zeros])
+        zeros = repeated(_I16, 0, self.width) if is_narrow else self.zeros
+        value = self.builder.call(function, [pointer, _I32(self.bytes_of(name)), mask, zeros])
+        return self.widened(value) if is_narrow else value
 
     def write(self, value: ir.Value, name: str, at: ir.Value, mask: ir.Value | None) -> None:
         """Store a line except for masked columns."""
@@ -94,6 +99,7 @@ class _Line(_Block):
             ]
             lanes //= 2
         grouped = _Block(self, self.width, self.width // lanes)
+        grouped.order = None
         return grouped.head_sums(values[0])
 
 

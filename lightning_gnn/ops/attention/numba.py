@@ -18,7 +18,7 @@ from lightning_gnn.ops.aggregate_update.reference import Group
 from lightning_gnn.ops.attention import numba_kernels as kernels
 from lightning_gnn.ops.attention.reference import Attend
 
-DTYPES = (torch.float32, torch.float64)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 TILE_BYTES = 1 << 19  # a tile's sums: half of an L2 cache of 1 MB, so that the weights stay in it too
 MAX_SECTIONS = 32  # maximum parallelism; every section accumulates its own gradient of the parameters
 SECTION_WORK = 1 << 17  # elements read below which waking a thread takes longer than the work
@@ -36,33 +36,35 @@ def with_self_loops(edges: list[Tensor], num_loops: int) -> list[Tensor]:
 
 def attend(call: Attend, keep: bool, with_mass: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Return the results of ``reference.attend``, the sums (if ``keep``), and both attentions (see ``kernels``)."""
-    plan, weight, values = _Plan(call), call.weight, call.values
-    attention = use_huge_pages(values.new_empty((call.edges[1].numel(), plan.heads)))
+    plan = _Plan(call)
+    weight, values = plan.weight, plan.values
+    attention = use_huge_pages(torch.empty((call.edges[1].numel(), plan.heads), dtype=plan.wide))
     signed = use_huge_pages(torch.empty_like(attention))
-    mass = values.new_empty((plan.num_rows, plan.heads) if with_mass else 0)
+    mass = torch.empty((plan.num_rows, plan.heads) if with_mass else 0, dtype=plan.wide)
     # Without a weight the sums are the result.
     whole = use_huge_pages(values.new_empty((plan.num_rows, plan.width))) if weight is None or keep else None
     num_targets = sum(call.layout.targets)
     out = whole if weight is None else values.new_empty((num_targets, plan.heads * weight.size(2)))
     assert out is not None
-    factors = flatten(values.new_empty(0) if call.factor is None else call.factor)
+    factors = flatten(attention.new_empty(0) if call.factor is None else call.factor)
     results = tuple(flatten(tensor) for tensor in (mass, attention, signed))
 
     def run(tiles: list[_Tile], section: int) -> None:
         buffer = None if whole is not None else values.new_empty((max(tile.num_rows for tile in tiles), plan.width))
         for tile in tiles:
             sums = whole[tile.rows] if whole is not None else buffer[: tile.num_rows]  # type: ignore[index]
-            kernels.attend_rows(*plan.arguments, *plan.tile_arguments(tile), factors, flatten(sums), *results)
+            outputs = plan.add_rounding(sums, *results)
+            kernels.attend_rows(*plan.arguments, *plan.tile_arguments(tile), factors, *outputs)
             if weight is None:
                 continue
             result = plan.by_head(out[tile.targets])
             if not tile.group.num_relations:
                 result.zero_()
-            for number, (product, r, h) in enumerate(plan.products(tile, sums)):
-                if number < plan.heads:
-                    torch.mm(product, weight[r, h].t(), out=result[:, h])
+            for number, (product, r) in enumerate(plan.products(tile, sums)):
+                if number == 0:
+                    torch.bmm(product, weight[r].mT, out=result)
                 else:
-                    result[:, h].addmm_(product, weight[r, h].t())
+                    result.baddbmm_(product, weight[r].mT)
 
     _run(plan.sections(), run)
     return out, mass, whole if keep else None, attention, signed
@@ -78,17 +80,19 @@ def attend_backward(
     """Return the gradients of values, side, shift, weight and keys, or None if not requested."""
     wants_values, wants_side, wants_shift, wants_weight, wants_keys = wanted
     aggregated, attention, signed = saved
-    plan, weight, values = _Plan(call), call.weight, call.values
+    plan = _Plan(call)
+    weight, values, wide = plan.weight, plan.values, plan.wide
     # The gradient of the sums is stored completely if the sources need it, else tile by tile.
     whole = grad if weight is None else None
     if weight is not None and wants_values:
         whole = use_huge_pages(values.new_empty((plan.num_rows, plan.width)))
     grad_scores = use_huge_pages(torch.empty_like(attention))
-    grad_shift = values.new_empty(call.shift.shape)
+    grad_shift = torch.empty(call.shift.shape, dtype=wide)
     sections = plan.sections()
     # A side per row belongs to a single section; a side per relation has a gradient in each section.
-    sides = values.new_zeros((1 if call.layout.across else len(sections), *call.side.shape))
-    weights = values.new_zeros((len(sections), *(weight.shape if weight is not None and wants_weight else (0,))))
+    sides = torch.zeros((1 if call.layout.across else len(sections), *call.side.shape), dtype=wide)
+    shape = weight.shape if weight is not None and wants_weight else (0,)
+    weights = torch.zeros((len(sections), *shape), dtype=wide)
     arrays = tuple(flatten(tensor) for tensor in (grad_mass, attention, signed, grad_scores, grad_shift))
 
     def run(tiles: list[_Tile], section: int) -> None:
@@ -98,11 +102,14 @@ def attend_backward(
             sums = whole[tile.rows] if whole is not None else buffer[: tile.num_rows]  # type: ignore[index]
             tile_grad = None if weight is None else plan.by_head(grad[tile.targets])
             if tile_grad is not None and weight is not None:
-                for product, r, h in plan.products(tile, sums):
-                    torch.mm(tile_grad[:, h], weight[r, h], out=product)
+                for product, r in plan.products(tile, sums):
+                    torch.bmm(tile_grad, weight[r], out=product)
             if tile_grad is not None and aggregated is not None and wants_weight:
-                for product, r, h in plan.products(tile, aggregated[tile.rows]):
-                    weights[section, r, h].addmm_(tile_grad[:, h].t(), product)
+                for product, r in plan.products(tile, aggregated[tile.rows]):
+                    if plan.is_narrow:
+                        weights[section, r].add_(torch.bmm(tile_grad.mT, product))
+                    else:
+                        weights[section, r].baddbmm_(tile_grad.mT, product)
             arguments: tuple[Any, ...] = *plan.arguments, *plan.tile_arguments(tile), flatten(sums), *arrays, grad_side
             kernels.scores_backward(*arguments)
 
@@ -138,10 +145,15 @@ class _Plan:
     def __init__(self, call: Attend) -> None:
         values = call.values.detach()
         self.call, self.values, self.num_rows = call, values, call.layout.num_rows
+        # bfloat16 is read and multiplied; everything else is float32.
+        self.wide = torch.promote_types(values.dtype, torch.float32)
+        self.is_narrow = values.dtype == torch.bfloat16
+        self.weight = None if call.weight is None else call.weight.detach().to(values.dtype)
         _, self.heads, self.channels = call.side.shape
         self.width = self.heads * self.channels
         self.indptr, self.indices = call.edges[0].numpy(), call.edges[1].numpy()
         flat_values = flatten(values)
+        side, shift = (flatten(tensor.detach().to(self.wide)) for tensor in (call.side, call.shift))
         # The step between heads is 0 if they share columns.
         self.value_arguments = (
             flat_values,
@@ -150,10 +162,10 @@ class _Plan:
             self.channels if call.weight is None else 0,
             self.heads,
             self.channels,
-            flatten(call.side.detach()),
-            flatten(call.shift.detach()),
+            side,
+            shift,
             call.dynamic,
-            flat_values.dtype.type(call.slope),
+            side.dtype.type(call.slope),
         )
         self.arguments = *self.value_arguments, self.indptr, self.indices
 
@@ -164,17 +176,22 @@ class _Plan:
             return rows.start, rows.stop, max(group.num_relations, 1), rows.start, max(tile.num_rows, 1)
         return rows.start, rows.stop, 1, group.first_relation, max(group.num_relations, 1)
 
-    def by_head(self, rows: Tensor) -> Tensor:
-        """View rows as ``[n, heads, columns per head]``."""
-        return rows.view(rows.size(0), self.heads, rows.size(1) // self.heads)
+    def add_rounding(self, out: Tensor, *others: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return the array of the sums and others; for bfloat16 that of one row in float32, and the sums' last."""
+        if self.is_narrow:
+            return np.empty(self.width, np.float32), *others, flatten(out)
+        return flatten(out), *others
 
-    def products(self, tile: _Tile, sums: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-        """Yield a tile's sums ``[num_targets, channels]`` for each relation and head, and both numbers."""
+    def by_head(self, rows: Tensor) -> Tensor:
+        """View rows as ``[heads, n, columns per head]``."""
+        return rows.view(rows.size(0), self.heads, rows.size(1) // self.heads).transpose(0, 1)
+
+    def products(self, tile: _Tile, sums: Tensor) -> Iterator[tuple[Tensor, int]]:
+        """Yield a tile's sums ``[heads, num_targets, channels]`` for each relation, and its number."""
         group = tile.group
         parts = sums.view(tile.targets.stop - tile.targets.start, group.num_relations, self.heads, self.channels)
         for r in range(group.num_relations):
-            for h in range(self.heads):
-                yield parts[:, r, h], group.first_relation + r, h
+            yield parts[:, r].transpose(0, 1), group.first_relation + r
 
     def sections(self) -> list[list[_Tile]]:
         """Divide targets into tiles, and tiles into sections."""
@@ -202,10 +219,12 @@ class _Plan:
         tiles = [slice(first, min(first + size, indptr.size - 1)) for first in range(0, indptr.size - 1, size)]
 
         def run(tiles: list[slice], section: int) -> None:
+            row = np.empty(self.values.size(1), np.float32)
+            outputs = (row, row, flatten(out)) if self.is_narrow else (flatten(out), flatten(key_out))
             for tile in tiles:
                 kernels.values_backward(
                     *self.value_arguments, indptr, indices, sides, tile.start, tile.stop, flatten(grad), weights,
-                    scores, flatten(out), flatten(key_out),
+                    scores, *outputs,
                 )  # fmt: skip
 
         _run(_cut(tiles, [tile.start for tile in tiles], indptr, self.width), run)

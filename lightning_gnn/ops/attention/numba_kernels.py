@@ -4,7 +4,8 @@ A row is a target and one of its relations; homogeneous layers have a single rel
 a single floating dtype unless stated otherwise:
 
 - ``values`` ``[num_sources * num_columns]``: attended values; head h reads columns ``h * step`` to
-  ``h * step + channels``; ``step`` is 0 if all heads read the same columns, else ``channels``;
+  ``h * step + channels``; ``step`` is 0 if all heads read the same columns, else ``channels``. They, and the gradients
+  of the sums, may be bfloat16 as uint16, where all other arrays are float32;
 - ``keys``: like ``values``, or ``values`` themselves: the vectors that are scored;
 - ``side`` ``[num_sides * heads * channels]``: vectors whose dot products with the keys of a head give the scores;
 - ``shift``: ``[num_rows * heads]``, added to the scores, or, if ``dynamic``, ``[num_rows * heads * channels]``, added
@@ -14,7 +15,8 @@ a single floating dtype unless stated otherwise:
 - ``attention`` ``[E * heads]``: weights of the sums; ``signed``: the weights before dropout, with a negative sign where
   the leaky ReLU applied its slope;
 - ``first``, ``last``: the tile's range of rows; ``each``: consecutive rows per softmax;
-- ``first_side``, ``num_sides``: the rows of the tile use these sides cyclically.
+- ``first_side``, ``num_sides``: the rows of the tile use these sides cyclically;
+- ``rounded``: results in bfloat16 as uint16, or None; ``out`` then holds a single row, which is rounded into it.
 
 Numba's disk cache tracks changes of this file only: touch it after a change in ``head_loops.py`` or
 ``numba_softmax.py``.
@@ -33,7 +35,7 @@ from lightning_gnn.ops.attention.head_loops import (
     dot_heads,
     dot_leaky_heads,
 )
-from lightning_gnn.ops.intrinsics import LINE
+from lightning_gnn.ops.intrinsics import LINE, round_span
 
 
 @numba.njit(inline="always", cache=True)
@@ -71,7 +73,7 @@ def _add_sums(
     heads: int, channels: int, out: np.ndarray, out_at: int,
 ) -> None:  # fmt: skip
     """Add the sums of the entries' rows times their weights ``[E * heads]`` to ``out[out_at:]``, head by head."""
-    last, lanes = indices.size - 1, LINE // x.itemsize
+    last, lanes = indices.size - 1, LINE // out.itemsize
     column = 0
     while column < channels:
         count = min(LINES * lanes, channels - column)
@@ -92,11 +94,11 @@ def attend_rows(
     values: np.ndarray, keys: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray,
     shift: np.ndarray, dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int,
     each: int, first_side: int, num_sides: int, factor: np.ndarray, out: np.ndarray, mass: np.ndarray,
-    attention: np.ndarray, signed: np.ndarray,
+    attention: np.ndarray, signed: np.ndarray, rounded: np.ndarray | None = None,
 ) -> None:  # fmt: skip
     """Write the entries' weights and each row's weighted sum; ``mass``, unless empty, gets the sum of the weights."""
-    largest, total = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
-    zero, width = values.dtype.type(0), heads * channels
+    largest, total = np.empty(heads, side.dtype), np.empty(heads, side.dtype)
+    zero, width = side.dtype.type(0), heads * channels
     out[:] = zero
     for row0 in range(first, last, each):
         largest[:] = -np.inf
@@ -133,8 +135,11 @@ def attend_rows(
         # 4. The weighted sums.
         for row in range(row0, row0 + each):
             begin, end = indptr[row], indptr[row + 1]
-            at = (row - first) * width
+            at = (row - first) * width if rounded is None else 0
             _add_sums(values, num_columns, step, indices, attention, begin, end, heads, channels, out, at)
+            if rounded is not None:
+                round_span(out, 0, rounded, (row - first) * width, width)
+                out[:] = zero
             if mass.size:
                 mass[row * heads : (row + 1) * heads] = zero
                 for e in range(begin, end):
@@ -150,8 +155,8 @@ def scores_backward(
     signed: np.ndarray, grad_scores: np.ndarray, grad_shift: np.ndarray, grad_side: np.ndarray,
 ) -> None:  # fmt: skip
     """Write the gradients of scores (after the leaky ReLU if ``dynamic``) and shifts, and add to that of ``side``."""
-    total, whole = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
-    zero, width, lanes = values.dtype.type(0), heads * channels, LINE // values.itemsize
+    total, whole = np.empty(heads, side.dtype), np.empty(heads, side.dtype)
+    zero, width, lanes = side.dtype.type(0), heads * channels, LINE // side.itemsize
     for row0 in range(first, last, each):
         total[:] = zero
         # 1. The gradient of a weight is the dot product of its value and the gradient of the sum.
@@ -208,15 +213,18 @@ def values_backward(
     values: np.ndarray, keys: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray,
     shift: np.ndarray, dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, sides: np.ndarray,
     first: int, last: int, grad: np.ndarray, attention: np.ndarray, grad_scores: np.ndarray, out: np.ndarray,
-    key_out: np.ndarray,
+    key_out: np.ndarray, rounded: np.ndarray | None = None,
 ) -> None:  # fmt: skip
     """Write the gradients of values and keys for a tile of sources; ``indices`` holds the rows that read a source."""
-    zero, width, lanes = values.dtype.type(0), heads * channels, LINE // values.itemsize
-    end_entry, numbers, whole = indices.size - 1, np.arange(heads).astype(np.int32), np.empty(heads, values.dtype)
+    zero, width, lanes = side.dtype.type(0), heads * channels, LINE // side.itemsize
+    end_entry, numbers, whole = indices.size - 1, np.arange(heads).astype(np.int32), np.empty(heads, side.dtype)
     for s in range(first, last):
         begin, end = indptr[s], indptr[s + 1]
-        out[s * num_columns : (s + 1) * num_columns] = zero
-        key_out[s * num_columns : (s + 1) * num_columns] = zero
+        start = s * num_columns if rounded is None else 0
+        out[start : start + num_columns] = zero
+        key_out[start : start + num_columns] = zero
+        if rounded is not None:
+            rounded[s * num_columns : (s + 1) * num_columns] = np.uint16(0)
         if begin == end:
             continue
         whole[:] = zero
@@ -227,8 +235,8 @@ def values_backward(
             column = 0
             while column < channels:
                 count = min(LINES * lanes, channels - column)
-                lines, at = (count + lanes - 1) // lanes, s * num_columns + h * step + column
-                base = h * channels + column
+                lines, at = (count + lanes - 1) // lanes, start + h * step + column
+                base, own = h * channels + column, s * num_columns + h * step + column
                 # The gradient through the sums ...
                 add_heads(
                     grad, base, width, indices, attention, heads, h, begin, end, end_entry, count, out, at, 0, lines, 1
@@ -236,7 +244,7 @@ def values_backward(
                 # ... and through the scores.
                 if dynamic:
                     add_leaky(
-                        shift, base, width, indices, keys, at, slope, grad_scores, heads, h, side, base, begin, end,
+                        shift, base, width, indices, keys, own, slope, grad_scores, heads, h, side, base, begin, end,
                         end_entry, count, key_out, at, key_out, at, lines, 1,
                     )  # fmt: skip
                 elif sides.size:
@@ -249,6 +257,8 @@ def values_backward(
                         side, column, channels, numbers, whole, 1, 0, h, h + 1, h, count, key_out, at, 0, lines, 1
                     )  # fmt: skip
                 column += count
+        if rounded is not None:
+            round_span(out, 0, rounded, s * num_columns, num_columns)
 
 
 @numba.njit(nogil=True, cache=True)
