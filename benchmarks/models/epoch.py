@@ -4,9 +4,11 @@ GraphSAGE, GCN and GAT (four heads) with 2 layers and 256 hidden channels, fanou
 PyG runs as in its Lightning example, on all sampled nodes in each layer, and with ``trim_to_layer``, which our models
 apply automatically. Each contestant has its own process. A few mini-batches determine its best number of workers and of
 torch's threads, and for PyG the edge format (a tensor, ``EdgeIndex``, ``SparseTensor``, Intel's extension); the rounds
-use the best setting. The figure is seconds per epoch. Ours also runs in bfloat16 (``bf16-mixed``, 16-bit features).
-PyG's untrimmed variant, the slowest, is measured against ours in a few separate rounds. GraphBolt trains GraphSAGE of
-DGL's layers on its blocks in a plain loop, without a Trainer, in its own environment (``benchmarks.graphbolt``).
+use the best setting. The figure is seconds per epoch, and before it milliseconds per step: the same prepared mini-batch
+trained several times on one thread. All but PyG's untrimmed variant also run in bf16-mixed (ours and GraphBolt with
+features in bfloat16). The untrimmed variant, the slowest, is measured against ours in a few separate rounds. GraphBolt
+trains GraphSAGE of DGL's layers on its blocks in a plain loop, without a Trainer, in its own environment
+(``benchmarks.graphbolt``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from benchmarks import graphbolt, peers
@@ -48,9 +51,13 @@ SIZES = {
     "train_nodes": (20_000, 1_000),
 }
 MODELS = {"SAGE": (GraphSAGE, {}), "GCN": (GCN, {}), "GAT": (GAT, {"heads": 4})}
-BF16 = {"precision": "bf16-mixed", "feature_dtype": "bfloat16"}
-OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", bf16": BF16}
-"""Our options, by the suffix of the name."""
+NARROW = ", bf16-mixed"
+PRECISIONS: dict[str, dict[str, Any]] = {"": {}, NARROW: {"precision": "bf16-mixed", "feature_dtype": "bfloat16"}}
+"""Options by the suffix of the name."""
+STEP = ", step"
+"""Suffix of the names of rows of steps."""
+STEPS = 4
+"""Number of steps for a figure, after one that is not counted."""
 GRAPHBOLT = "GraphBolt, SAGE"
 TRIAL_BATCHES = 4
 """Number of mini-batches for choosing settings; the first is not counted."""
@@ -62,9 +69,13 @@ TARGETS = {"SAGE": (16.0, 11.0), "GCN": (None, 8.0), "GAT": (None, 5.0)}
 
 def contestants(model: str) -> dict[str, dict[str, Any]]:
     """Return the available contestants, by name."""
-    ours = {f"ours, {model}{suffix}": {"library": "ours", **options} for suffix, options in OPTIONS.items()}
-    pyg = {f"PyG, {model}{', trimmed' * trim}": {"library": "pyg", "trim": trim} for trim in (True, False)}
-    return {name: {"model": model, **spec} for name, spec in {**ours, **pyg}.items()}
+    ours = {f"ours, {model}{suffix}": {"library": "ours", **options} for suffix, options in PRECISIONS.items()}
+    trimmed = {
+        f"PyG, {model}, trimmed{suffix}": {"library": "pyg", "trim": True, **options}
+        for suffix, options in PRECISIONS.items()
+    }
+    whole = {f"PyG, {model}": {"library": "pyg", "trim": False}}
+    return {name: {"model": model, **spec} for name, spec in {**ours, **trimmed, **whole}.items()}
 
 
 def settings(library: str) -> list[dict[str, int]]:
@@ -119,8 +130,9 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     data = make_data(spec["nodes"], spec["edges"], spec["features"], CLASSES)
     seeds = torch.randperm(spec["nodes"], generator=torch.Generator().manual_seed(0))[: spec["train_nodes"]]
+    kept: list[Any] = []
     while "rounds" not in (message := gate.wait()):
-        gate.report(_tried(data, seeds, {**spec, **message}))
+        gate.report(_step(data, seeds, spec, kept) if "step" in message else _tried(data, seeds, {**spec, **message}))
     gate.report(0.0)
     chosen = {**spec, **message}
     torch.set_num_threads(chosen["torch_threads"])
@@ -141,6 +153,18 @@ def _tried(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> float:
     return clock.seconds()
 
 
+def _step(data: Data, seeds: torch.Tensor, spec: dict[str, Any], kept: list[Any]) -> float:
+    """Return milliseconds per step on one thread and one mini-batch, which ``kept`` holds with the model."""
+    torch.set_num_threads(1)
+    if not kept:
+        model, datamodule = make(data, seeds, {**spec, "num_workers": 0})
+        kept += [model, next(iter(datamodule.train_dataloader()))]
+    model, batch = kept
+    clock = TimedBatches()
+    trainer(spec, max_epochs=1, callbacks=[clock]).fit(model, DataLoader([batch] * (1 + STEPS), batch_size=None))
+    return 1e3 * clock.seconds()
+
+
 class Chosen:
     """A contestant that chooses its settings by a few mini-batches each."""
 
@@ -153,16 +177,22 @@ class Chosen:
             best = min((best, self._best(others) if others else best), key=lambda each: self.tried[_named(each)])
         self.runs = math.isfinite(self.tried[_named(best)])
         self.name = f"{name}, {_named(best)}" if self.runs else name
-        if self.runs:
-            self._process({**best, "rounds": rounds})
+        self._begin = {**best, "rounds": rounds}
 
     def _best(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         for choice in choices:
             self.tried[_named(choice)] = self._process(choice)
         return min(choices, key=lambda each: self.tried[_named(each)])
 
+    def step(self) -> float:
+        """Return milliseconds per step; only before the first turn."""
+        return self._process({"step": True})
+
     def __call__(self) -> float:
         """Run one turn."""
+        if self._begin:
+            self._process(self._begin)
+            self._begin = {}
         return self._process()
 
     def close(self) -> None:
@@ -190,12 +220,15 @@ def _chosen(specs: dict[str, dict[str, Any]], rounds: int) -> Iterator[list[Chos
             each.close()
 
 
-def _measured(specs: dict[str, dict[str, Any]], runs: int, others: dict[str, Any] | None = None) -> Rows:
-    """Choose settings, and measure the best ones in turns with ``others``."""
+def _measured(specs: dict[str, dict[str, Any]], runs: int, others: dict[str, Any], steps: dict[str, Any]) -> Rows:
+    """Choose settings, and measure the best ones in turns: steps, then epochs, each with ``others``' ones."""
     with _chosen(specs, runs + 1) as found:
-        rows = measure({**{each.name: each if each.runs else None for each in found}, **(others or {})}, runs)
+        # A clock of the host does not measure a GPU's steps.
+        timed = {name + STEP: each for name, each in zip(specs, found, strict=True) if specs[name]["device"] == "cpu"}
+        stepped = measure({**{name: each.step if each.runs else None for name, each in timed.items()}, **steps}, runs)
+        rows = measure({**{each.name: each if each.runs else None for each in found}, **others}, runs)
         for row in rows[len(found) :]:
-            row["contestant"], row["model"] = GRAPHBOLT, "SAGE"
+            row["contestant"], row["model"] = GRAPHBOLT + NARROW * (NARROW in row["name"]), "SAGE"
         for row, each, (name, spec) in zip(rows, found, specs.items(), strict=False):
             row["contestant"], row["model"] = name, spec["model"]
             row["tried_ms_per_batch"] = {
@@ -204,23 +237,29 @@ def _measured(specs: dict[str, dict[str, Any]], runs: int, others: dict[str, Any
             }
             if not each.runs:
                 row["missing"] = "does not run"
-    return rows
+        for row in stepped:
+            model = specs[row["name"].removesuffix(STEP)]["model"] if row["name"] in timed else "SAGE"
+            row |= {"contestant": row["name"], "model": model, "unit": "ms per step"}
+    return rows + stepped
 
 
 @contextmanager
-def _graphbolt(sizes: dict[str, int], only: str) -> Iterator[dict[str, Any]]:
-    """Start GraphBolt's contestants, one per setting."""
+def _graphbolt(sizes: dict[str, int], only: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Start GraphBolt's contestants: one per setting for epochs, and those of a step."""
     with tempfile.TemporaryDirectory() as name:
         specs = {}
         if graphbolt.python() and only in GRAPHBOLT:
             data = power_law_graph(sizes["nodes"], sizes["edges"], seed=0)
             where = graphbolt.write_graph(Path(name), indptr=data[0], indices=data[1].int())
             plain = {**sizes, "kind": "epoch", "folder": where, "fanouts": FANOUTS, "classes": CLASSES}
-            for chosen in ({"num_workers": 0, "torch_threads": num_cores()}, *settings("ours")):
-                specs[f"{GRAPHBOLT}, {_named(chosen)}"] = {**plain, **chosen}
+            for suffix, options in PRECISIONS.items():
+                for chosen in ({"num_workers": 0, "torch_threads": num_cores()}, *settings("ours")):
+                    specs[f"{GRAPHBOLT}{suffix}, {_named(chosen)}"] = {**plain, **options, **chosen}
+                specs[GRAPHBOLT + suffix + STEP] = {**plain, **options, "step": STEPS}
         bolt = graphbolt.contestants(Path(name), specs) if specs else {GRAPHBOLT: None}
+        steps = {name: each for name, each in bolt.items() if name.endswith(STEP)}
         try:
-            yield bolt
+            yield {name: each for name, each in bolt.items() if name not in steps}, steps
         finally:
             for process in filter(None, bolt.values()):
                 process.close()
@@ -237,12 +276,12 @@ def run(
         rows += [{"name": name, "contestant": name, "model": model, "missing": MISSING} for name in absent]
         named = {name: spec for name, spec in named.items() if name not in absent}
         plain = f"PyG, {model}"
-        with _graphbolt(sizes, only) if model == "SAGE" and device == "cpu" else nullcontext({}) as bolt:
-            rows += _measured({name: spec for name, spec in named.items() if name != plain}, runs, bolt)
+        with _graphbolt(sizes, only) if model == "SAGE" and device == "cpu" else nullcontext(({}, {})) as bolt:
+            rows += _measured({name: spec for name, spec in named.items() if name != plain}, runs, *bolt)
         if plain in named:
             own = f"ours, {model}"
             pair = {name: named[name] for name in (own, plain) if name in named}
-            few = _measured(pair, min(runs, PLAIN_RUNS))
+            few = [row for row in _measured(pair, min(runs, PLAIN_RUNS), {}, {}) if "unit" not in row]
             for row in few:
                 row["name"] += " (rounds of its own)" * (row["contestant"] == own)
                 row["contestant"] += ", beside the untrimmed" * (row["contestant"] == own)
@@ -266,12 +305,28 @@ def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, 
         for what, left, right, target in pairs:
             text = f"{label}, {model}, against {what}"
             found.append(compare(rows, text, names(left), names(right), False, target))
-        if model == "SAGE" and names(GRAPHBOLT):
-            found.append(compare(rows, f"{label}, {model}, against GraphBolt", names(own), names(GRAPHBOLT), False))
-        for suffix in filter(None, OPTIONS):
-            if left := names(own + suffix):
-                text = f"{label}, {model}{suffix}, against ours in float32"
-                found.append(compare(rows, text, left, names(own), False))
+        low, bolt = own + NARROW, (GRAPHBOLT, GRAPHBOLT + NARROW)
+        pairs = [
+            (f"{model}{NARROW}, against float32", (low,), (own,)),
+            (
+                f"{model}{NARROW}, against PyG with trim_to_layer in bf16-mixed",
+                (low,),
+                (f"PyG, {model}, trimmed{NARROW}",),
+            ),
+        ]
+        if model == "SAGE" and names(*bolt):
+            pairs += [
+                (f"{model}, against GraphBolt", (own,), bolt[:1]),
+                (f"{model}{NARROW}, against GraphBolt in float32", (low,), bolt[:1]),
+                (f"{model}{NARROW}, against GraphBolt in bf16-mixed", (low,), bolt[1:]),
+            ]
+        for what, left, right in pairs:
+            found.append(compare(rows, f"{label}, {what}", names(*left), names(*right), False))
+            step = compare(
+                rows, f"Training step, one thread, {what}", names(*(name + STEP for name in left)),
+                names(*(name + STEP for name in right)), False,
+            )  # fmt: skip
+            found.append({**step, "unit": "ms per step"})
     return found
 
 
