@@ -1,8 +1,8 @@
 """Accuracy of training in 16 bits.
 
 Test accuracy after the same number of epochs, with the same seeds: in float32, with features stored in bfloat16
-or float16 (``feature_dtype=``), and also trained in bfloat16 (``Trainer(precision="bf16-mixed")``); GraphSAGE on
-mini-batches, and GCN on the full graph.
+or float16 (``feature_dtype=``), and also trained in bfloat16 (``Trainer(precision="bf16-mixed")``); GraphSAGE and GAT
+on mini-batches, and GCN on the full graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_geometric.datasets import Planetoid
 from benchmarks.harness import machine, measure, parse, publish
 from lightning_gnn import FullGraphDataModule, NeighborDataModule
 from lightning_gnn.datasets.synthetic import planted_power_law
-from lightning_gnn.nn import GCN, GraphSAGE, NodeClassifier
+from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 
 SIZES = {"nodes": (20_000, 400), "edges": (200_000, 4_000), "epochs": (10, 1), "full_epochs": (50, 1)}
 WAYS: dict[str, dict[str, Any]] = {
@@ -29,6 +29,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {"feature_dtype": "bfloat16", "precision": "bf16-mixed"},
 }
 FANOUTS = [25, 10]
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "GraphSAGE": (GraphSAGE, {}),
+    "GAT": (GAT, {"heads": 4}),
+    "GCN": (GCN, {}),
+}
 
 
 class Contestant:
@@ -44,13 +49,13 @@ class Contestant:
         self.seed += 1
         pl.seed_everything(self.seed, verbose=False)
         num_classes = int(self.data.y.max()) + 1
-        kind: Any = GraphSAGE if self.model == "GraphSAGE" else GCN
+        kind, more = MODELS[self.model]
         datamodule: Any = (
             NeighborDataModule(self.data, num_neighbors=FANOUTS, batch_size=128, seed=self.seed, **self.way)
-            if self.model == "GraphSAGE"
+            if self.model != "GCN"
             else FullGraphDataModule(self.data, **self.way)
         )
-        model = kind(self.data.num_features, 64, num_layers=2, out_channels=num_classes, dropout=0.5)
+        model = kind(self.data.num_features, 64, num_layers=2, out_channels=num_classes, dropout=0.5, **more)
         module = NodeClassifier(model, num_classes=num_classes)
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -76,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     graphs = {"synthetic": planted_power_law(args.nodes, args.edges, seed=0)}
     for name in ("Cora", "CiteSeer") if args.planetoid else ():
         graphs[name] = Planetoid(args.planetoid, name)[0]
-    epochs = {"GraphSAGE": args.epochs, "GCN": args.full_epochs}
+    epochs = {model: args.full_epochs if model == "GCN" else args.epochs for model in MODELS}
     contestants: dict[str, Callable[[], float] | None] = {
         f"{way}, {model}, {name}": Contestant(data, model, way, epochs[model])
         for name, data in graphs.items()
-        for model in ("GraphSAGE", "GCN")
+        for model in MODELS
         for way in WAYS
     }
     rows = measure({n: c for n, c in contestants.items() if args.only in n}, args.runs, warmup=0)
@@ -92,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             lost[name] = round(mean[f"float32, {rest}"] - accuracy, 2)
     result = {
         "benchmark": "accuracy",
-        "title": f"Test accuracy, GraphSAGE after {args.epochs} epochs and GCN after {args.full_epochs}",
+        "title": f"Test accuracy, GraphSAGE and GAT after {args.epochs} epochs, GCN after {args.full_epochs}",
         "unit": "%",
         "settings": {**args.sizes, "fanouts": FANOUTS, "runs": args.runs},
         "machine": described,

@@ -123,6 +123,7 @@ class DataModuleOptions(TypedDict, total=False):
     transform_sampler_output: Callable[[Output], Output] | None
     thread_safe: bool
     sparse_grad: bool
+    sums_ahead: bool
     subgraph_type: str
     time_attr: str | None
     temporal_strategy: str

@@ -86,6 +86,7 @@ class PipelineLoader:
         is_last: Callable[[int], bool] | None = None,
         thread_safe: bool = False,
         sparse_grad: bool = False,
+        sums_ahead: bool = False,
         pipeline: Callable[..., MiniBatchPipeline] = MiniBatchPipeline,
         prefetcher: PrefetcherFactory = prefetch_in_threads,
         **kwargs: Any,
@@ -131,6 +132,7 @@ class PipelineLoader:
             filter_fn=self.filter_fn if overrides_filter else None,
             thread_safe=thread_safe,
             sparse_grad=sparse_grad,
+            sums_ahead=sums_ahead,
             pin_memory=self.pin_memory,
         )
         self._check_user_code(overrides_filter)
@@ -241,7 +243,7 @@ class NodeLoader(PipelineLoader, PyGNodeLoader):  # type: ignore[misc]
     Args:
         num_workers: Number of threads that prepare mini-batches; 0 prepares in the caller's thread.
         prefetch_factor: Mini-batches prepared ahead per thread, 2 by default.
-        seed, rank, loader_id, tables, sparse_grad: See :class:`MiniBatchPipeline`.
+        seed, rank, loader_id, tables, sparse_grad, sums_ahead: See :class:`MiniBatchPipeline`.
         first_batch: Called when iteration starts; returns the number of mini-batches of the epoch to skip.
         epoch: Called before ``first_batch``; returns the number of the epoch. Its argument is the epoch set on the
             sampler since the last iteration (Lightning sets it), or else a count of iterations.

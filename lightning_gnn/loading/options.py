@@ -74,7 +74,7 @@ def _validate(name: str, value: object) -> object:
         return None
     if name in _MINIMUM:
         return whole_number(value, name, _MINIMUM[name])
-    if name in ("shuffle", "drop_last", "pin_memory", "thread_safe", "sparse_grad"):
+    if name in ("shuffle", "drop_last", "pin_memory", "thread_safe", "sparse_grad", "sums_ahead"):
         return true_or_false(value, name)
     if name in ("transform", "transform_sampler_output") and not callable(value):
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")

@@ -31,6 +31,7 @@ from lightning_gnn.loading.batch import Attribute, Batch, BatchTask, LoaderStats
 from lightning_gnn.loading.collate import Allocator, Tables, attach_edge_metadata, attach_seed_metadata, collate
 from lightning_gnn.loading.random_state import keyed_random
 from lightning_gnn.ops import batch_key
+from lightning_gnn.ops.aggregate_update.sums_ahead import SumsAhead
 from lightning_gnn.ops.hashing import key_of_part
 from lightning_gnn.runtime.any_batch import map_tensors
 from lightning_gnn.runtime.timeline import profiled
@@ -63,6 +64,7 @@ class MiniBatchPipeline:
         filter_fn: Creates the mini-batch from the sampler's output, replacing the default code of :meth:`gather`.
         thread_safe: Declares that user code uses no global random state and may run in any thread.
         sparse_grad: Compute sparse gradients of trainable attributes, for ``SparseAdam`` and ``SGD``.
+        sums_ahead: Compute the sums of a model's first layer in :meth:`gather`, on a CPU; results do not change.
         pin_memory: Copy mini-batches into pinned memory.
 
     Raises:
@@ -98,6 +100,7 @@ class MiniBatchPipeline:
         filter_fn: Callable[[Output], Batch] | None = None,
         thread_safe: bool = False,
         sparse_grad: bool = False,
+        sums_ahead: bool = False,
         pin_memory: bool = False,
     ) -> None:
         if not isinstance(data, Data | HeteroData):
@@ -112,6 +115,7 @@ class MiniBatchPipeline:
         self.tables = dict(tables or {})
         self.transform, self.transform_sampler_output, self.filter_fn = transform, transform_sampler_output, filter_fn
         self.thread_safe, self.sparse_grad, self.pin_memory = thread_safe, sparse_grad, pin_memory
+        self.sums_ahead = SumsAhead() if sums_ahead else None
         self._rank, self._process = rank, ProcessRank()
         if isinstance(data, HeteroData) and not all(isinstance(key, tuple) for key in self.tables):
             raise ValueError("the keys of tables must be (type, attribute) in a heterogeneous graph")
@@ -158,6 +162,8 @@ class MiniBatchPipeline:
             batch, pending = self.collate(out, allocate)
             if self.transform is not None and self.thread_safe and not pending:
                 batch = self._call_user(self.transform, batch, key, _STAGE_TRANSFORM, shard)
+        if self.sums_ahead is not None:
+            self.sums_ahead.prepare(batch)
         if self.pin_memory and torch.accelerator.is_available():
             batch = map_tensors(batch, Tensor.pin_memory, lambda graph: graph.pin_memory())
         nodes, edges, seconds = _count_ids(out.node), _count_ids(out.row), time.perf_counter() - start

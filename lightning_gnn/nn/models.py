@@ -16,6 +16,7 @@ from lightning_gnn.nn.conv.fused import can_fuse, find_obstacle, fold_dropout, h
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.nn.layers import LayerBlock, run_layers
 from lightning_gnn.ops.aggregate_update.edge_order import first_edges, first_rows, is_sorted
+from lightning_gnn.ops.aggregate_update.sums_ahead import with_all_rows
 from lightning_gnn.ops.dropout import add_relu_drop
 
 
@@ -166,7 +167,7 @@ class GCN(LayeredGNN, pyg.GCN):  # type: ignore[misc]
             raise ValueError("cached=True reuses the first batch's graph for all batches: use it for full graphs only")
         if self._can_fuse(x, edge_index, batch.edge_weight):
             targets = [sum(num_nodes[:hops]) for hops in range(self.num_layers, 0, -1)]
-            edges = conv.sorted_edges(edge_index, batch.edge_weight, x.size(0), targets[0], x.dtype)
+            edges = conv.sorted_edges(edge_index, batch.edge_weight, x, targets[0])
             if is_sorted(edge_index):  # then the counts are known, and a device need not be asked
                 loops = conv.normalize and conv.add_self_loops
                 counts = [sum(batch.num_edges[:hops]) for hops in range(self.num_layers, 0, -1)]
@@ -174,7 +175,7 @@ class GCN(LayeredGNN, pyg.GCN):  # type: ignore[misc]
                     LayerBlock(rows, edge_index, sorted_edges=first_rows(edges, rows, count + rows * loops))
                     for rows, count in zip(targets, counts, strict=True)
                 ]
-            cut = [first_rows(edges, count) for count in targets]
+            cut = [with_all_rows(first_rows(edges, count), edges) for count in targets]
             # The sources of a layer are the targets of the previous one; PyG's path raises errors for other edges.
             sources = [sum(num_nodes[: self.num_layers + 1]), *targets]
             read = zip((part[1] for part in cut), sources, strict=False)

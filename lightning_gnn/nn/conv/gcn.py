@@ -14,6 +14,7 @@ from lightning_gnn.nn.conv.graph import aggregate_input, is_constant, is_graph, 
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate_update.definition import update_by_edges
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
+from lightning_gnn.ops.aggregate_update.sums_ahead import Norm, find_edges
 
 
 class GCNConv(pyg.GCNConv):  # type: ignore[misc]
@@ -49,7 +50,7 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         """Return ``[N, out_channels]`` for ``x`` ``[N, in_channels]``."""
         if not is_graph(edge_index):
             if can_fuse(self, x, x, edge_index, edge_weight):
-                return self.run_fused(x, self.sorted_edges(edge_index, edge_weight, x.size(0), x.size(0), x.dtype))
+                return self.run_fused(x, self.sorted_edges(edge_index, edge_weight, x, x.size(0)))
             out: Tensor = super().forward(x, edge_index, edge_weight)
             return out
         reduce = graphs.check_inputs(self, edge_index, x, edge_weight)
@@ -68,22 +69,20 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         """Return ``[num_targets, out]`` for ``x`` and the edges of :meth:`sorted_edges`, followed by ``then``."""
         return update_by_edges(x, edges, self.lin.weight, None, self.bias, False, then)
 
-    def sorted_edges(
-        self, edge_index: Tensor, edge_weight: Tensor | None, num_nodes: int, num_targets: int, dtype: torch.dtype
-    ) -> list[Tensor]:
-        """Sort edges by target; normalize them by the degrees of all nodes if the layer normalizes.
+    def sorted_edges(self, edge_index: Tensor, edge_weight: Tensor | None, x: Tensor, num_targets: int) -> list[Tensor]:
+        """Sort edges by target; normalize them by the degrees of all nodes of x if the layer normalizes.
 
         Behind the entries of the targets, those of other nodes may follow.
         """
-        order = torch.ops.lightning_gnn
+        order, num_nodes = torch.ops.lightning_gnn, x.size(0)
         if not self.normalize:
             sorted_edges: list[Tensor] = order.edges_by_target(edge_index, num_nodes, num_nodes, edge_weight)
             return [sorted_edges[0][: num_targets + 1], *sorted_edges[1:]]
-        loop_weight = 2.0 if self.improved else 1.0
-        dtype = torch.promote_types(dtype, torch.float32)  # multiply bfloat16 in float32
-        edges: list[Tensor] = order.gcn_edges(
-            edge_index, num_nodes, num_targets, edge_weight, loop_weight, self.add_self_loops, dtype
-        )
+        dtype = torch.promote_types(x.dtype, torch.float32)  # multiply bfloat16 in float32
+        norm = Norm(2.0 if self.improved else 1.0, self.add_self_loops, dtype)
+        if edge_weight is None and (known := find_edges(x, edge_index, num_targets, norm)) is not None:
+            return known
+        edges: list[Tensor] = order.gcn_edges(edge_index, num_nodes, num_targets, edge_weight, *norm)
         return edges
 
     def _normalize(

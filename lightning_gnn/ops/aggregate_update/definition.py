@@ -10,11 +10,13 @@ from torch import Tensor
 from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor
 from lightning_gnn.ops.aggregate.numba_rows import convert
 from lightning_gnn.ops.aggregate_update import gcn_edges as aggregate_update_gcn_edges  # noqa: F401  defines the operator
-from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton  # noqa: F401  registers the backends
+from lightning_gnn.ops.aggregate_update.numba import aggregate_update as numba_update
+from lightning_gnn.ops.aggregate_update.numba import puts_own_rows_beside
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, Update
 from lightning_gnn.ops.aggregate_update.rows import get_chip
+from lightning_gnn.ops.aggregate_update.sums_ahead import find_edges, find_sums
 from lightning_gnn.ops.dropout import mixed_key
 from lightning_gnn.ops.library import Context, check_floating, check_shapes, differentiable_gradients
 from lightning_gnn.ops.products import multiplies_bfloat16
@@ -65,7 +67,9 @@ def aggregate_update(
     num_targets = x.size(0) if num_targets is None else num_targets
     _check(x, edge_index, weight, self_weight, bias, num_targets, reduce, edge_weight)
     edge_weight = None if edge_weight is None else edge_weight.detach().to(x.dtype)
-    edges = torch.ops.lightning_gnn.edges_by_target(edge_index, x.size(0), num_targets, edge_weight)
+    edges = find_edges(x, edge_index, num_targets) if edge_weight is None else None
+    if edges is None:
+        edges = torch.ops.lightning_gnn.edges_by_target(edge_index, x.size(0), num_targets, edge_weight)
     return update_by_edges(x, edges, weight, self_weight, bias, reduce == "mean", then)
 
 
@@ -196,7 +200,12 @@ class _AggregateUpdate(torch.autograd.Function):
         keep = call.aggregate_first and wants_weight
         # Aggregated rows are saved only if the gradient of the weight needs them.
         if ctx.chip is None:
-            out, aggregated = torch.ops.lightning_gnn.aggregate_update(*_in_dtype_of_x(call), keep)
+            rounded = _in_dtype_of_x(call)
+            given = find_sums(rounded, puts_own_rows_beside(rounded)) if x.is_cpu else None
+            if given is None:
+                out, aggregated = torch.ops.lightning_gnn.aggregate_update(*rounded, keep)
+            else:
+                out, aggregated = numba_update(rounded, keep, given)
             saved = [aggregated if keep else None]
         else:
             out, saved = ctx.chip.update(call, keep)

@@ -19,6 +19,8 @@ SORTED, UNSORTED = -1, -2  # results of counting edges, unless it returns the nu
 
 
 _sorted: Any = WeakTensorKeyDictionary()  # edge_index on a device -> its version when it was marked
+prepared: Any = WeakTensorKeyDictionary()
+"""What was computed ahead for an ``edge_index``, and for views of its first edges."""
 
 
 def mark_sorted(edge_index: Tensor) -> None:
@@ -39,6 +41,8 @@ def first_edges(edge_index: Tensor, stop: int, start: int = 0) -> Tensor:
     part = edge_index[:, start:stop]
     if is_sorted(edge_index):
         mark_sorted(part)
+    if start == 0 and (found := prepared.get(edge_index)) is not None:
+        prepared[part] = found
     return part
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gnn.features.memory_pool import pool
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
 from lightning_gnn.ops.aggregate.numba_rows import flatten, to_loadable, use_huge_pages
 from lightning_gnn.ops.aggregate_update.reference import Group, Update, register, split_relations
@@ -28,20 +29,32 @@ _thread_state = threading.local()
 _thread_setup_lock = threading.Lock()
 
 
-def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
-    """Run :func:`reference.update` on the CPU."""
+def sum_beside(x: Tensor, edges: list[Tensor], mean: bool, beside: bool) -> Tensor:
+    """Return the aggregated rows of x that :func:`aggregate_update` takes, with the targets' own rows if ``beside``."""
+    rows, width = _SortedEdges(edges, x.dtype, mean), x.size(1)
+    out = pool.empty((rows.count, width * (1 + beside)), x.dtype)
+    rows.write_sums(x, 0, rows.count, out[:, :width])
+    if beside:
+        out[:, width:].copy_(x[: rows.count])
+    return out
+
+
+def aggregate_update(call: Update, keep: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Run :func:`reference.update` on the CPU; ``given`` are the aggregated rows if they are known."""
     # Prepare the edges, and concatenate the weights of each group's relations for one product.
     x, weight, self_weight, bias = _detach_inputs(call)
     rows, groups = _SortedEdges(call.edges, x.dtype, call.mean), call.groups
     by_group = [group.concatenate_weights(weight) for group in groups]
     # In bfloat16, a product without a bias is faster, and the activation adds the bias before it rounds.
     is_later = bias is not None and call.p is not None and x.dtype == torch.bfloat16
-    width, is_beside = x.size(1), _puts_own_rows_beside(call)
+    width, is_beside = x.size(1), puts_own_rows_beside(call)
     if is_beside and self_weight is not None:
         by_group, self_weight, width = [torch.cat([weight[0], self_weight[0]], 1)], None, 2 * width
     # Huge pages for large outputs reduce page faults.
     out = use_huge_pages(x.new_empty((sum(call.targets), weight.size(1))))
-    aggregated = use_huge_pages(x.new_empty((rows.count, width))) if keep else x.new_empty(0)
+    aggregated = x.new_empty(0) if given is None else given
+    if keep and given is None:
+        aggregated = use_huge_pages(x.new_empty((rows.count, width)))
     table = x if call.aggregate_first else use_huge_pages(x.new_empty((x.size(0), weight.size(1))))
 
     # If the product comes first, every row is multiplied once, in tiles that stay in the cache.
@@ -52,15 +65,16 @@ def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
     # Each thread aggregates, multiplies and activates one tile at a time, while the tile is in the cache.
     def update(first: int, last: int) -> None:
         max_rows = max([_tile_rows(x), *(group.num_relations for group in groups)])
-        buffer = x.new_empty((0 if keep or not call.aggregate_first else max_rows, width))
+        buffer = x.new_empty((0 if aggregated.numel() or not call.aggregate_first else max_rows, width))
         for group, weights in zip(groups, by_group, strict=True):
             shift = None if bias is None else bias[group.node_type]
             for tile in _tiles_of(group, first, last, x):
                 span, result = group.rows(tile), out[tile]
                 if call.aggregate_first:
-                    sums = aggregated[span] if keep else buffer[: span.stop - span.start]
-                    rows.write_sums(x, span.start, span.stop, sums[:, : x.size(1)])
-                    if is_beside:
+                    sums = aggregated[span] if aggregated.numel() else buffer[: span.stop - span.start]
+                    if given is None:
+                        rows.write_sums(x, span.start, span.stop, sums[:, : x.size(1)])
+                    if given is None and is_beside:
                         sums[:, x.size(1) :].copy_(x[group.own_rows(tile)])
                     sums = sums.view(tile.stop - tile.start, weights.size(1))
                     if shift is None or is_later:
@@ -83,7 +97,7 @@ def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
     if not call.aggregate_first:
         _run_ranges(multiply, np.arange(x.size(0) + 1), x)
     _run_ranges(update, rows.work_of(groups), x)
-    return out, aggregated
+    return out, aggregated if keep else x.new_empty(0)
 
 
 def aggregate_update_backward(
@@ -101,7 +115,7 @@ def _detach_inputs(call: Update) -> tuple[Tensor, Tensor, Tensor | None, Tensor 
     return to_loadable(call.x), call.weight.detach(), self_weight, None if call.bias is None else call.bias.detach()
 
 
-def _puts_own_rows_beside(call: Update) -> bool:
+def puts_own_rows_beside(call: Update) -> bool:
     """Return whether ``[sums | own rows]`` takes one product with ``[W | S]``, which is faster in bfloat16 only."""
     is_narrow = call.x.dtype == torch.bfloat16 and call.aggregate_first
     return is_narrow and call.self_weight is not None and call.relations == [1] and call.own[0] >= 0
@@ -176,7 +190,7 @@ class _Backward:
         self.table: Tensor | None = None  # None if no gradient is propagated along the edges
         # In bfloat16, gradients of parameters are products of many rows, after the pass over the targets.
         self.is_narrow = self.x.dtype == torch.bfloat16
-        self.is_beside = _puts_own_rows_beside(call)
+        self.is_beside = puts_own_rows_beside(call)
         reads_again = self.is_narrow or (not call.aggregate_first and (self.wants_x or self.wants_weight))
         self.whole = result is not None and reads_again
         self.before = (
