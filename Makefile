@@ -13,7 +13,7 @@ PYTHON310 ?= python3.10
 PYTHON312 ?= python3.12
 PYTHON313 ?= python3.13
 
-.PHONY: train lint check test test-all test-versions test-lowest test-3.12 test-3.13 test-aarch64 bench bench-gpu weight docs clean
+.PHONY: train lint check test test-all test-versions test-lowest test-3.12 test-3.13 test-aarch64 bench bench-gpu gpu-machine weight docs clean
 
 # uv installs in a tenth of pip's time. It takes over the indexes and constraints of pip's configuration; where it
 # fails, pip installs.
@@ -135,6 +135,10 @@ docs: $(VENV)/.installed
 	$(call install,.[docs])
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 	@echo "open site/index.html, or, to search in it: $(PYTHON) -m http.server --directory site"
+
+# On a machine with a GPU and no network: installs, runs the cuda tests, measures. REHEARSE=1 does so without a GPU.
+gpu-machine:
+	@tools/gpu_machine.sh $(ARGS)
 
 bench-gpu:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu.everything $(ARGS)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch.autograd import DeviceType
 
 _SPIN_CYCLES = 500_000
 """About 0.3 ms, which is longer than a launch."""
@@ -113,6 +114,23 @@ class _Watched:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **options: self._launch(self._name, lambda: self._kernel[grid](*args, **options))
+
+
+def busy(call: Callable[[], float], device: torch.device) -> tuple[float, float, int]:
+    """Return the result of a call, the us in which kernels ran, several at a time counted once, and their number."""
+    activities, on_gpu = torch.profiler.ProfilerActivity, device.type == "cuda"
+    activity, kind = (activities.CUDA, DeviceType.CUDA) if on_gpu else (activities.CPU, DeviceType.CPU)
+    with torch.profiler.profile(activities=[activity]) as seen:
+        result = call()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in seen.events()
+        if event.device_type == kind and not getattr(event, "is_user_annotation", False)  # those span kernels
+    )
+    total, last = 0.0, 0.0
+    for start, end in spans:
+        total, last = total + max(0.0, end - max(start, last)), max(last, end)
+    return result, total, len(spans)
 
 
 def failure(error: Exception) -> str:

@@ -17,6 +17,7 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -161,8 +162,13 @@ class Isolated:
             self._receive()
             self._expect_ready = False
 
+    limit: float | None = None
+    """Seconds after which a contestant that says nothing has failed."""
+
     def _receive(self) -> Any:
         try:
+            if self.limit is not None and not self._pipe.poll(self.limit):
+                raise RuntimeError(f"a contestant said nothing for {self.limit:g} s")
             message = self._pipe.recv()
         except (EOFError, ConnectionResetError):
             raise RuntimeError(f"a contestant's process ended: {self._last_words()}") from None
@@ -172,6 +178,29 @@ class Isolated:
 
     def _last_words(self) -> str:
         return f"exit code {self._process.exitcode}"
+
+
+class InThread(Isolated):
+    """A contestant in a thread of this process, where starting a process for each would take longer than measuring.
+
+    Contestants share the allocator and the random state, but run in turns.
+    """
+
+    def __init__(self, target: Callable[[dict[str, Any], Gate], None], spec: dict[str, Any], rounds: int) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._thread = threading.Thread(target=_serve, args=(target, spec, theirs, rounds), daemon=True)
+        self._thread.start()
+        del theirs  # the thread's alone, so that its end closes it
+        self._expect_ready = True
+        self._ready()
+
+    def close(self) -> None:
+        """End the thread, unless it hangs."""
+        self._pipe.close()
+        self._thread.join(timeout=20)
+
+    def _last_words(self) -> str:
+        return "without an error"
 
 
 def _serve(target: Callable[[dict[str, Any], Gate], None], spec: dict[str, Any], pipe: Connection, rounds: int) -> None:

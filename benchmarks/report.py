@@ -175,11 +175,14 @@ def _machine(result: dict[str, Any]) -> str:
     return f"medians of {runs} runs on {gpu}{machine['cores']} cores of {machine['cpu']}, {machine['os']}; {known}."
 
 
+GPU_FILES = ("first", "persistent", "aggregate_blocks", "full_graph", "collective", "hyscale")
+
+
 def gpu(folder: Path = RESULTS) -> str:
     """Return what the files of ``make bench-gpu`` say."""
     from benchmarks.gpu.page import quoted
 
-    files = {name: folder / f"gpu_{name}.json" for name in ("first", "persistent", "aggregate_blocks")}
+    files = {name: folder / f"gpu_{name}.json" for name in GPU_FILES}
     found = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     return quoted(found.pop("first"), found)
 

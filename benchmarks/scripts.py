@@ -20,9 +20,15 @@ _LAST = 2000
 
 
 class Script(Isolated):
-    """A contestant that runs a module with ``python -m``; Lightning starts its other ranks by running it again."""
+    """A contestant that runs a module with ``python -m``; Lightning starts its other ranks by running it again.
 
-    def __init__(self, module: str, spec: dict[str, Any], folder: Path, name: str, python: str | None = None) -> None:
+    With ``is_ahead``, it is started without waiting until it is prepared.
+    """
+
+    def __init__(
+        self, module: str, spec: dict[str, Any], folder: Path, name: str, python: str | None = None,
+        is_ahead: bool = False,
+    ) -> None:  # fmt: skip
         file, self._output = folder / f"{name}.json", folder / f"{name}.txt"
         file.write_text(json.dumps(spec))
         self._pipe, theirs = multiprocessing.Pipe()
@@ -37,6 +43,10 @@ class Script(Isolated):
                 start_new_session=True,  # signals to this process do not reach its ranks, which notice its end
                 cwd=ROOT,
             )
+        if is_ahead:
+            theirs.close()
+            self._expect_ready = True
+            return
         try:
             self._started(theirs)
         except BaseException:

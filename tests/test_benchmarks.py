@@ -9,6 +9,7 @@ import importlib
 import json
 import math
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,38 @@ def test_rounds_are_interleaved_and_the_first_does_not_count(load):
     assert harness.compare(drifting, "", ["a"], ["b"], True, by_rounds=True)["ratio"] == pytest.approx(
         22 / 21, rel=1e-3
     )
+
+
+def take_turns(spec, gate):
+    for turn in range(gate.rounds):
+        message = gate.wait()
+        spec["seen"].append((message, turn))
+        if message == "fail":
+            raise ValueError("as told")
+        gate.report(spec["figure"] + turn)
+
+
+def test_contestants_in_threads_take_turns_and_fail_alone(load):
+    harness, seen = load("harness"), []
+    first, second = (harness.InThread(take_turns, {"figure": figure, "seen": seen}, 3) for figure in (10, 20))
+    assert [first("a"), second("b"), first("c")] == [10, 20, 11]
+    assert seen == [("a", 0), ("b", 0), ("c", 1)]
+    with pytest.raises(RuntimeError, match="as told"):
+        first("fail")
+    assert second("d") == 21
+    for contestant in (first, second):
+        contestant.close()
+        assert not contestant._thread.is_alive()
+
+
+def test_a_silent_contestant_has_failed(load):
+    harness, let_go = load("harness"), threading.Event()
+    silent = harness.InThread(lambda spec, gate: (gate.wait(), let_go.wait()), {}, 1)
+    silent.limit = 0.01
+    with pytest.raises(RuntimeError, match="said nothing"):
+        silent()
+    let_go.set()
+    silent.close()
 
 
 def test_intervals_of_ratios_by_hand(load):

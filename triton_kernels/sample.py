@@ -464,14 +464,19 @@ class Batch:
     def write_control(self, words: Any) -> None:
         """Add to the kernel's control words, int64 ``[hops.CONTROL_SIZE]``."""
 
-    def launch(self, first: int = 0) -> None:
-        """Launch the cooperative kernel that samples into the scratch memory, starting at phase ``first``."""
+    @property
+    def phases(self) -> int:
+        """Number of phases of the kernel."""
+        first = FIRST_LEVEL.value if self.queued else 0
+        return int(first + hops.PHASES.value * (self.num_hops + 1) + (self.parts > 1))
+
+    def launch(self, first: int = 0, end: int | None = None) -> None:
+        """Launch the cooperative kernel that samples into the scratch memory: phases ``[first, end)``, or all after."""
         s, sampling = self.sampler, self.scratch.sampling
-        end = (FIRST_LEVEL.value if self.queued else 0) + hops.PHASES.value * (self.num_hops + 1) + (self.parts > 1)
         kind = "queue" if self.queued else "hop"
         variant = (kind, self.disjoint, self.parts > 1, self.hashed, self.K, self.seeds.dtype)
         programs = s.fit_grid(sampling.kernel, variant, sampling.args, sampling.options)
-        for begin, stop in s.split_phases(first, end, programs):
+        for begin, stop in s.split_phases(first, self.phases if end is None else end, programs):
             sampling(programs, self.seeds, begin, stop)
 
     def arguments(self, a: Prepared) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -17,7 +17,7 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -36,11 +36,14 @@ from lightning_gnn.collective.plan import Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.timeline import Timeline
 
 CLASSES = 32
 FANOUTS = [15, 10, 5]
 CORES = (2, 4, 8, 12, 16)
+HERE = (16, 8, 4)
+"""Numbers of cores in ``benchmarks.gpu.everything``."""
 SIZES = {
     "nodes": (600_000, 5_000),
     "edges": (12_000_000, 50_000),
@@ -297,6 +300,44 @@ def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
         result["figure 9"][models[0]] = bench.buffers(models[0], max(cores), args.sweep_batch_size, args.runs)
     result["skipped"] = gpu.cells(bench, models, cores, args.runs, args.only, args.limit, keep)
     return finish(result)
+
+
+def measure_here(
+    graph: Any, runs: int, tiny: bool, limit: float, earlier: dict[str, Any], keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Measure the CPU alone, the GPU alone and both by plan on a given graph, cell by cell, in this process.
+
+    Args:
+        graph: A :class:`benchmarks.gpu.one_graph.OneGraph`.
+        tiny: Profile few mini-batches.
+        limit: Seconds after which no cell begins.
+        earlier: Results of an earlier call, whose cells are kept.
+        keep: Is given the results so far after each cell.
+    """
+    from benchmarks.collective import gpu
+
+    sizes = {name: getattr(graph, name) for name in ("nodes", "edges", "features", "batch_size")}
+    sizes |= {"batches": min(60, graph.nodes // graph.batch_size), "cache_rows": graph.nodes // 12}
+    result: dict[str, Any] = {
+        "title": f"Collective batching on a GPU, GraphSAGE, {graph.nodes:,} nodes, {graph.edges:,} edges, features in "
+        "pinned memory",
+        "unit": "s per epoch", "settings": {**sizes, "runs": runs},
+        **{key: [*earlier.get(key, ())] for key in ("cells", "rows", "comparisons")},
+    }  # fmt: skip
+
+    def add(cell: dict[str, Any]) -> None:
+        ours, *others = [row["name"] for row in cell["rows"]]
+        what = f"Collective batching, {cell['model']}, {cell['cores']} cores, against the better of CPU and GPU alone"
+        result["cells"].append(cell)
+        result["rows"] += cell["rows"]
+        result["comparisons"].append(compare(cell["rows"], what, [ours], others, False))
+        keep(result)
+
+    bench = gpu.Bench(sizes, graph.device, 1 if tiny else 10, graph.data)
+    cores = [count for count in HERE if count <= num_cores()] or [num_cores()]
+    cores = [count for count in cores if count not in [cell["cores"] for cell in result["cells"]]]
+    skipped = gpu.cells(bench, ["GraphSAGE"], cores, runs, "only", limit, add, is_watched=False)
+    return {**result, "skipped": skipped, "finished": not skipped}
 
 
 def finish(result: dict[str, Any]) -> dict[str, Any]:

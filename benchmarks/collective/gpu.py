@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch_geometric.data import Data
 from torch_geometric.loader import PrefetchLoader
 
-from benchmarks.harness import measure
+from benchmarks.harness import measure, shortened
 from benchmarks.papers.morphgl import SHARES, used
 from benchmarks.sampling.minibatch import make_data
 from lightning_gnn.collective.datamodule import CollectiveDataModule
@@ -45,6 +45,8 @@ FANOUTS = [15, 10, 5]
 HIDDEN = {"GraphSAGE": 256, "GCN": 16, "GAT": 64}
 """Section 5.1."""
 KINDS = {"GraphSAGE": GraphSAGE, "GCN": GCN, "GAT": GAT}
+PREDICTED = {"collective": "collective", "CPU-only, the loader's ring": "cpu", "GPU-only": "gpu"}
+"""Contestants whose epochs a plan predicts, and their keys in it."""
 GPU_BUFFERS = (1, 2, 4, 8, 10, 16, 32, 64)
 _PERIOD_S = 0.05
 """Seconds between two samples of GPU utilization."""
@@ -53,11 +55,14 @@ _PERIOD_S = 0.05
 class Bench:
     """One graph, and the contestants that train on it."""
 
-    def __init__(self, sizes: dict[str, int], device: torch.device, profile_batches: int = 10) -> None:
+    def __init__(
+        self, sizes: dict[str, int], device: torch.device, profile_batches: int = 10, data: Data | None = None
+    ) -> None:
         self.sizes = sizes
         self.device = device
         self.profile_batches = profile_batches
-        self.data = make_data(sizes["nodes"], sizes["edges"], sizes["features"], CLASSES)
+        made = (sizes["nodes"], sizes["edges"], sizes["features"], CLASSES)
+        self.data = make_data(*made) if data is None else data
         generator = torch.Generator().manual_seed(1)
         self.order = torch.randperm(sizes["nodes"], generator=generator)
         self.sampler = NeighborSampler(self.data, FANOUTS, seed=0)
@@ -152,8 +157,13 @@ class Bench:
                 else:
                     yield batching.route.prepare(task).batch
 
-    def cell(self, model: str, cores: int, runs: int, only: str = "") -> dict[str, Any]:
-        """Measure all contestants with one model and one number of cores, including the main thread's."""
+    def cell(self, model: str, cores: int, runs: int, only: str = "", is_watched: bool = True) -> dict[str, Any]:
+        """Measure all contestants with one model and one number of cores, including the main thread's.
+
+        Args:
+            only: Measure collective batching and the contestants with this text in their name.
+            is_watched: Whether to train three more epochs for the utilization of cores, PCIe and GPU.
+        """
         workers, step = cores - 1, self.step(model)
         with kept_on(cores) as given:
             loader = self.loader(self.shared, workers)
@@ -195,10 +205,18 @@ class Bench:
                     ("CPU-only", cpu_plan),
                     ("GPU-only", CollectivePlan("gpu", 1, 0)),
                 )
+                if is_watched
             }
             loader.prefetcher.close()
         measured = rows[0]["median"]
         predicted = plan.epoch_s.get("collective")
+        batches = self.sizes["batches"]
+        medians = {way: row["median"] for way, row in zip(chosen, rows, strict=True)}
+        rates = {
+            way: {"measured": shortened(batches / medians[way]), "predicted": shortened(batches / plan.epoch_s[key])}
+            for way, key in PREDICTED.items()
+            if way in medians and plan.epoch_s.get(key)
+        }
         return {
             "model": model,
             "cores": cores,
@@ -212,6 +230,7 @@ class Bench:
             "planning": {**planning, "epochs": round(planning["seconds"] / measured, 2)},
             "random_split_s": {ratio: round(seconds, 4) for ratio, seconds in ratios.items()},
             "utilisation": utilisation,
+            "mini-batches per s": rates,
             "rows": rows,
         }
 
@@ -349,6 +368,7 @@ def cells(
     only: str,
     limit: float,
     keep: Callable[[dict[str, Any]], None],
+    is_watched: bool = True,
 ) -> list[dict[str, Any]]:
     """Measure all cells, passing each to ``keep``; return the skipped ones with the reason."""
     start = time.perf_counter()
@@ -358,5 +378,5 @@ def cells(
             if time.perf_counter() - start > limit:
                 skipped.append({"model": model, "cores": count, "why": "the time was up"})
                 continue
-            keep(bench.cell(model, count, runs, only))
+            keep(bench.cell(model, count, runs, only, is_watched))
     return skipped

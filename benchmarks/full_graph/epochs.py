@@ -2,9 +2,10 @@
 
 Two-layer GCN and GAT with 256 hidden channels, as in NeutronAscend's evaluation (section 7), on graphs with the sizes
 and the skew of its table 1. The figure is milliseconds per epoch (forward, backward, Adam). Each contestant has its own
-process, and they run in turns. Each uses one or all of torch's threads, whichever is faster in a trial epoch; if an
-epoch takes seconds, it uses all. ``benchmarks/full_graph/peers.py`` lists the peers. The JSON file also contains the
-lower bounds from the machine's copy bandwidth and product rate.
+process, or in ``benchmarks.gpu.everything`` its own thread, and they run in turns. Each uses one or all of torch's
+threads, whichever is faster in a trial epoch; if an epoch takes seconds, it uses all. The peers are listed in
+``benchmarks/full_graph/peers.py``. The JSON file also contains the lower bounds from the machine's copy bandwidth and
+product rate.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ import resource
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import psutil
 import pytorch_lightning as pl
 import torch
+from torch_geometric.utils import coalesce
 
-from benchmarks.full_graph.peers import PEERS, SHAPES, installed, make_graph, make_peer, shape
-from benchmarks.harness import Gate, Isolated, compare, machine, measure, parse, publish
+from benchmarks.device_clock import Clock, rounds
+from benchmarks.full_graph.peers import PEERS, SHAPES, installed, make_graph, make_peer, shape, sparse_pair
+from benchmarks.harness import Gate, InThread, Isolated, compare, machine, measure, parse, publish, shortened
 from benchmarks.roofline import full_graph_roofline
 from benchmarks.timed_epochs import TimedEpochs
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, NodeClassifier
+from lightning_gnn.ops import aggregate
 from lightning_gnn.planning.limits import measure_limits
 from lightning_gnn.runtime.devices import num_cores
 
@@ -36,6 +42,11 @@ EPOCHS = {"PubMed": 5}
 """Epochs per turn if they are short."""
 _SEARCHED_UP_TO = 3000.0
 """Maximum epoch time in milliseconds for which the number of threads is tuned."""
+CUSPARSE = {"GCN": ("PyG, EdgeIndex", "PyG, torch.sparse"), "GAT": ("PyG, EdgeIndex",)}
+"""Peers whose sums are torch's sparse product, on a GPU cuSPARSE's."""
+DROPOUTS = (0.5, 0.0)
+TURN = 20
+"""Epochs per turn on a GPU."""
 
 
 class ThreadsByTurn(Gate):
@@ -55,7 +66,10 @@ def make(spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModu
     ours = spec["library"] == "ours"
     classes = int(data.y.max()) + 1
     sizes = (data.num_features, spec["hidden"], 2, classes)
-    options: dict[str, Any] = {"dropout": 0.5, **({"heads": spec["heads"]} if spec["model"] == "GAT" else {})}
+    options: dict[str, Any] = {
+        "dropout": spec.get("dropout", 0.5),
+        **({"heads": spec["heads"]} if spec["model"] == "GAT" else {}),
+    }
     kind = OURS[spec["model"]] if ours else partial(make_peer, spec["model"], spec["library"])
     return NodeClassifier(kind(*sizes, **options), classes, lr=0.01), FullGraphDataModule(data, compress=ours)
 
@@ -64,11 +78,13 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
     """Train in all turns."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    if spec["device"] == "cpu":  # makes a failed allocation a result; otherwise, the system would kill some process
+    if (
+        spec["device"] == "cpu" and "turn" not in spec
+    ):  # makes a failed allocation a result; otherwise, the system would kill some process
         limit = int(0.8 * psutil.virtual_memory().total)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     model, datamodule = make(spec)
-    epochs = EPOCHS.get(spec["graph"], 1)
+    epochs = spec.get("turn", EPOCHS.get(spec["graph"], 1))
     turns = ThreadsByTurn(gate._pipe, gate.rounds)
     trainer = pl.Trainer(
         accelerator="gpu" if spec["device"] == "cuda" else "cpu",
@@ -86,9 +102,16 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
     trainer.fit(model, datamodule)
 
 
-def run(specs: dict[str, dict[str, Any]], runs: int) -> list[dict[str, Any]]:
-    """Measure contestants in turns, each with its best number of threads, which is part of its row's name."""
-    counts = sorted({1, torch.get_num_threads()})
+def run(
+    specs: dict[str, dict[str, Any]], runs: int, start: type[Isolated] = Isolated, search: bool = True
+) -> list[dict[str, Any]]:
+    """Measure contestants in turns, each with its best number of threads, which is part of its row's name.
+
+    Args:
+        start: Starts a contestant, in a process or a thread.
+        search: Whether to search for the number of threads; otherwise, contestants have all.
+    """
+    counts = sorted({1, torch.get_num_threads()})[-2 if search else -1 :]
     contestants: dict[str, Isolated | None] = {}
     notes: dict[str, dict[str, Any]] = {}
     failed: list[dict[str, Any]] = []
@@ -97,14 +120,16 @@ def run(specs: dict[str, dict[str, Any]], runs: int) -> list[dict[str, Any]]:
             if not installed(spec["library"]):
                 contestants[name] = None
                 continue
-            contestants[name] = peer = Isolated(contestant, spec, 1 + len(counts) + runs)
+            peer = None
             try:
+                contestants[name] = peer = start(contestant, spec, 1 + len(counts) + runs)
                 first = peer(counts[-1])  # includes one-time setup
             except RuntimeError as error:
-                if "allocate memory" not in str(error):
+                if "allocate memory" not in str(error) and "out of memory" not in str(error):
                     raise
-                peer.close()
-                del contestants[name]
+                if peer is not None:
+                    peer.close()
+                contestants.pop(name, None)
                 failed.append({"name": name, "missing": "out of memory"})
                 continue
             searched = counts if len(counts) > 1 and first <= _SEARCHED_UP_TO else []
@@ -152,6 +177,55 @@ def bounds(hidden: int, heads: int, shrink: int, rows: list[dict[str, Any]]) -> 
                 bound = full_graph_roofline(nodes, edges, widths, model, heads, limits)
                 over = round(ours["median"] / bound["bound ms"], 2)
                 found[f"{model}, {graph}"] = {**bound, "measured over bound": over}
+    return found
+
+
+def measure_here(device: torch.device, runs: int, quick: bool = False, tiny: bool = False) -> dict[str, Any]:
+    """Compare ours with PyG on ``EdgeIndex`` in this process, with dropout and without; and sums alone.
+
+    Args:
+        quick: Measure Products only.
+        tiny: Shrink the graphs.
+    """
+    graphs = ["Products"] if quick or tiny else ["Products", "Reddit"]
+    sizes = {name: (full, small)[tiny] for name, (full, small) in SIZES.items()}
+    turn = TURN if device.type == "cuda" else 1
+    rows, compared, added = [], [], []
+    for graph in graphs:
+        added += sums(device, graph, sizes["hidden"], sizes["shrink"], runs)
+        for model, peers in CUSPARSE.items():
+            for dropout in DROPOUTS:
+                names = {library: f"{library}, {model}, {graph}, dropout {dropout:g}" for library in ("ours", *peers)}
+                own = {"graph": graph, "model": model, "dropout": dropout, "device": device.type, "turn": turn, **sizes}
+                specs = {name: {**own, "library": library} for library, name in names.items()}
+                rows += run(specs, runs, InThread, search=False)
+                against = "against PyG, sparse" if model == "GCN" else "against PyG, EdgeIndex"
+                what = f"Full-graph epoch, {model} on {graph}, on a GPU{'' if dropout else ', no dropout'}, {against}"
+                compared.append(compare(rows, what, [names["ours"]], [names[peer] for peer in peers], False))
+    return {
+        "title": f"Full-graph training, 2 layers, {sizes['hidden']} hidden channels", "unit": "ms per epoch",
+        "settings": {**sizes, "graphs": graphs, "runs": runs, "epochs of a turn": turn}, "rows": rows,
+        "comparisons": compared, "sums": added,
+    }  # fmt: skip
+
+
+def sums(device: torch.device, graph: str, hidden: int, shrink: int, runs: int) -> list[dict[str, Any]]:
+    """Return the us of a sum over the graph, plain and weighted, by our kernel and by torch's sparse product."""
+    data, clock, found = make_graph(graph, shrink), Clock(device), []
+    edges = coalesce(data.edge_index, num_nodes=data.num_nodes)
+    ours = CompressedGraph.from_edge_index(edges, num_nodes=data.num_nodes).to(device)
+    for kind in ("plain", "weighted"):
+        given = torch.rand(edges.size(1)) if kind == "weighted" else torch.ones(edges.size(1))
+        matrix = sparse_pair(edges, given, data.num_nodes)[0].to(device)
+        weight = ours.edge_order(given.to(device)) if kind == "weighted" else None
+        for columns in dict.fromkeys((data.num_features, hidden, int(data.y.max()) + 1)):
+            x = torch.rand(data.num_nodes, columns, device=device)
+            calls = {"ours": partial(aggregate, ours, x, weight), "torch's": partial(torch.matmul, matrix, x)}
+            apart = float((calls["ours"]() - calls["torch's"]()).abs().max())
+            timed = {name: lambda turn, call=call: clock.device(call) for name, call in calls.items()}
+            us = {name: round(median(seen[1:]), 1) for name, seen in rounds(timed, runs + 1).items()}
+            cell = {"graph": graph, "sum": kind, "columns": columns, "us": us, "apart": apart}
+            found.append({**cell, "ratio": shortened(us["torch's"] / us["ours"])})
     return found
 
 

@@ -7,7 +7,7 @@ epoch. PyG's layers leave this to their users, so each peer is at its best.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ SHAPES = {
 of both, so that PyG's gather and scatter, which write several rows per edge, fit into memory."""
 
 
+@cache
 def make_graph(name: str, shrink: int = 1) -> Data:
     """Return a graph with features, labels and masks."""
     nodes, edges, features, classes = shape(name, shrink)

@@ -59,13 +59,13 @@ class BaselineSampler(TritonNeighborSampler):
 
 
 class _Baseline(Batch):
-    def launch(self, first: int = 0) -> None:
+    def launch(self, first: int = 0, end: int | None = None) -> None:
         if self.sampler.mode in ("hop_by_hop", "launches"):
             self._launch_phases()
         elif self.sampler.mode == "no_queue" and self.queued:
             self._launch_claims()
         else:
-            super().launch()
+            super().launch(first, end)
 
     def _launch_phases(self) -> None:
         with_host = self.sampler.mode == "hop_by_hop"

@@ -19,13 +19,17 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from benchmarks import peers
-from benchmarks.device_clock import Clock, Launch, failure, rounds
+from benchmarks.device_clock import Clock, Launch, busy, failure, rounds
+from benchmarks.gpu import phases
 from benchmarks.harness import shortened
 from benchmarks.timed_epochs import TimedBatches
 from lightning_gnn.datasets.synthetic import power_law_graph
 from lightning_gnn.graph.csc import CSCGraph
 
-UNITS = {"layers": "ms", "samples": "us", "launches": "us", "loaders": "ms", "steps": "ms", "places": "us"}
+UNITS = {
+    "layers": "ms", "profile": "ms", "steps": "ms", "samples": "us", "phases": "us", "launches": "us", "loaders": "ms",
+    "places": "us",
+}  # fmt: skip
 """The parts that :meth:`OneGraph.measure` takes, with their unit per mini-batch."""
 WARPS, PROGRAMS = (2, 4, 8), (1, 2, 3, 4, 8)
 FETCH_SIZES = (5, 32, 128)
@@ -80,7 +84,10 @@ class OneGraph:
 
     def measure(self, part: str) -> dict[str, Any]:
         """Return the figures of one part: the values and median of each contestant, or its error."""
-        return figures(rounds(getattr(self, part)(), self.runs + 1))  # the first round compiles and warms up
+        if part == "phases":
+            return figures(phases.measure(self))
+        counted = min(self.runs, 3) if part in ("profile", "steps", "loaders") else self.runs  # long ones
+        return figures(rounds(getattr(self, part)(), counted + 1))  # the first round compiles and warms up
 
     def layers(self) -> dict[str, Callable[[int], float]]:
         """Return the contestants of :mod:`benchmarks.gpu.layers`."""
@@ -250,6 +257,9 @@ class OneGraph:
             "persistent, bulk=1": partial(gpu, bulk=1),
             "persistent, the queue": partial(gpu, mode="persistent"),
             "persistent, features pinned": partial(gpu, features="pinned"),
+            "persistent, features pinned, a quarter cached": partial(
+                gpu, features="pinned", cache_bytes=self.nodes * self.features
+            ),
             "persistent, all pinned": partial(gpu, features="pinned", topology="pinned"),
             "NeighborDataModule": partial(NeighborDataModule, self.data, self.train_nodes, seed=0, **shared, **workers),
         }
@@ -314,8 +324,30 @@ class OneGraph:
     def steps(self) -> dict[str, Callable[[int], float]]:
         """Training steps of a GraphSAGE model with one layer per hop, through Lightning's Trainer."""
         made = {name: partial(self._train, make) for name, make in self.datamodules().items()}
-        pinned = made["persistent, features pinned"]
-        return made | {"persistent, features pinned, read by all programs": partial(self._read_by_all, pinned)}
+        pinned, best = made["persistent, features pinned"], made["persistent, bulk=8"]
+        return made | {
+            "persistent, features pinned, read by all programs": partial(self._read_by_all, pinned),
+            "persistent, bulk=8, TF32": partial(self._in_tf32, best),
+        }
+
+    def profile(self) -> dict[str, Callable[[int], float]]:
+        """Whether the device is idle in a training step: a step, one under the profiler, and the time with kernels."""
+        step = partial(self._train, self.datamodules()["persistent, bulk=8"])
+        seen = cache(lambda turn: busy(partial(step, turn), self.device))
+        return {
+            "a step": step,
+            "a step under the profiler": lambda turn: seen(turn)[0],
+            "the device is busy": lambda turn: seen(turn)[1] / (self.batches + 1) / 1e3,
+            "launches": lambda turn: seen(turn)[2] / (self.batches + 1),
+        }
+
+    def _in_tf32(self, train: Callable[[int], float], turn: int) -> float:
+        """Train with products in TF32."""
+        torch.set_float32_matmul_precision("high")
+        try:
+            return train(turn)
+        finally:
+            torch.set_float32_matmul_precision("highest")
 
     def _read_by_all(self, train: Callable[[int], float], turn: int) -> float:
         """Train while host memory is read by as many programs as the device can run."""

@@ -9,7 +9,10 @@ from benchmarks.harness import TABLE_HEAD, as_row
 
 HEADS = {
     "layers": ("Layers", "Forward and backward of a model with one layer per hop, 256 channels; ms per mini-batch."),
+    "profile": ("Profile", "A training step of GraphSAGE, and its time in which the device has work; ms per step, and "
+                "the number of launches."),
     "samples": ("Samples", "From seeds to a sample on the device, without features; us per mini-batch."),
+    "phases": ("Phases", "The sampling kernel's phases, each with the barrier before it; us per launch."),
     "launches": ("Launches", "The kernels of one fused sample, by the shape of the launch; us."),
     "loaders": ("Mini-batches", "With features and labels on the device, nothing trained on them; ms per mini-batch."),
     "steps": ("Training steps", "GraphSAGE, 256 hidden channels, through Lightning's Trainer; ms per step."),
@@ -96,6 +99,24 @@ def verdicts(parts: dict[str, Any], others: dict[str, Any]) -> list[str]:
         slower = max(cell["us"][cell["chosen"]] / min(cell["us"].values()) for cell in blocks)
         found.append(f"A weighted sum: {min(sums):.1f} to {max(sums):.1f} times as fast as torch's sparse product in ")
         found[-1] += f"{len(sums)} settings of float32. The best block would gain at most {slower:.2f}x."
+    step = medians(parts.get("profile", {}))
+    if {"a step", "the device is busy"} <= step.keys():
+        idle = 1 - step["the device is busy"] / step["a step"]
+        found.append(f"A training step: the device is idle for **{idle:.0%}** of {step['a step']:.3g} ms.")
+    if sums := others.get("full_graph", {}).get("sums", ()):
+        told = [f"{one['graph']}, {one['sum']}, {one['columns']} columns **{one['ratio']:.2f}**" for one in sums]
+        found.append(f"Sums over a full graph, time of torch's sparse product over ours: {', '.join(told)}.")
+    for cell in others.get("collective", {}).get("cells", ()):
+        rates = cell.get("mini-batches per s", {})
+        told = [f"{way} {one['measured']:.3g} ({one['predicted']:.3g})" for way, one in rates.items()]
+        found.append(f"Mini-batches per second with {cell['cores']} cores, and predicted: {', '.join(told)}.")
+    hybrid = others.get("hyscale", {})
+    if "variants" in hybrid:
+        ran = {row["name"]: row["median"] for row in hybrid["rows"] if "median" in row}
+        known = {name: one["predicted_ms"] for name, one in hybrid["variants"].items() if "predicted_ms" in one}
+        told = [f"{name} {ran[name]:.3g} ({known[name]:.3g})" for name in ran if name in known]
+        found.append(f"Hybrid training, the rule: {(hybrid['rule'].get('says') or '').removeprefix('hyscale: ')}.")
+        found.append(f"Hybrid training, ms per iteration, and predicted: {', '.join(told)}.")
     return found
 
 

@@ -30,6 +30,9 @@ from lightning_gnn.hyscale.analytic import Platform
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.nn import GraphSAGE
 
+FIRST_FIT = "LGNN_BENCHMARK_FIRST_FIT"
+"""The number of the fit that starts a rank, which takes no part in those before."""
+
 
 class Turns(pl.Callback):
     """Reports milliseconds per iteration of one epoch per turn; the first turn includes the warm-up epochs."""
@@ -99,20 +102,26 @@ class KnownAccelerator:
     def __init__(self, speed: float | None, threads: int, link: float) -> None:
         self._speed, self._threads, self._link = speed, threads, link
         self._measure, self._describe = first_mapping.measure_platform, first_mapping.describe_workload
-        self._cached = admission.cached_platform
+        self._cached, self._admit = admission.cached_platform, admission.admit_cpu_trainers
         self.notes: dict[str, Any] = {}
 
     def __enter__(self) -> KnownAccelerator:
         """Replace the measurement."""
         first_mapping.measure_platform = self._platform
         first_mapping.describe_workload = admission.describe_workload = self._workload
-        admission.cached_platform = self._platform
+        admission.cached_platform, admission.admit_cpu_trainers = self._platform, self._admission
         return self
 
     def __exit__(self, *error: object) -> None:
         """Restore the measurement."""
         first_mapping.measure_platform, admission.cached_platform = self._measure, self._cached
         first_mapping.describe_workload = admission.describe_workload = self._describe
+        admission.admit_cpu_trainers = self._admit
+
+    def _admission(self, *arguments: Any) -> Any:
+        found = self._admit(*arguments)
+        self.notes["admission"] = str(found)
+        return found
 
     def _platform(self, *arguments: Any) -> Platform:
         platform = self._measure(*arguments)
@@ -163,7 +172,9 @@ def train(spec: dict[str, Any], gate: Gate | None) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     data = make_data(spec["nodes"], spec["edges"], spec["features"], CLASSES)
-    for fit in spec["fits"]:
+    first = int(os.environ.get(FIRST_FIT, "0"))
+    for number, fit in enumerate(spec["fits"][first:], first):
+        os.environ[FIRST_FIT] = str(number)
         if gate is not None:
             gate.wait()
         train_once({**spec, **fit}, data, gate)

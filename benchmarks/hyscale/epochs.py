@@ -35,10 +35,11 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -103,49 +104,53 @@ def compete(
     common: dict[str, Any], contestants: dict[str, dict[str, Any]], runs: int, kinds: Sequence[str | None] = (None,)
 ) -> list[tuple[Rows, Notes]]:
     """Run the contestants in turns, fit by fit; return the rows and notes of each fit."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, scripts = Path(name), {}
-        notes = {name: folder / f"notes {number}" for number, name in enumerate(contestants)}
-        try:
-            for number, (name, own) in enumerate(contestants.items()):
-                spec = {"library": "ours", "trainer": "hyscale", "accelerator": True, "options": {}, **common, **own}
-                if spec["options"].get("drm") is False or not spec["options"].get("cpu_trainers", 1):
-                    spec["settle"] = 1  # static mapping
-                if spec["options"].get("drm") is False:  # starts with the threads of a manager
-                    spec["options"] = {"threads": [1, 1, spec["torch_threads"]], **spec["options"]}
-                spec["runs"] = len(kinds) * (runs + 1)
-                spec["fits"] = [
-                    {**fit, "notes": f"{notes[name]} {index}"} for index, fit in enumerate(spec.get("fits", [{}]))
-                ]
-                count = len(spec["fits"])
-                scripts[name] = (
-                    Script(MODULE, spec, folder, str(number))
-                    if spec["library"] != "pyg" or peers.can_sample()
-                    else None
-                )
-            found = []
-            for index in range(count):
-                turns: dict[str, Callable[[], float] | None] = {}
-                for name, script in scripts.items():
-                    for kind in kinds:
-                        label = name if kind is None else f"{name}, {kind}"
-                        turns[label] = None if script is None else partial(script, True if kind is None else kind)
-                rows = measure(turns, runs)
-                for script in scripts.values():
-                    if script is not None:
-                        script(True)  # the end of a fit would disturb the turns of other scripts
-                for script in scripts.values():
-                    if script is not None:
-                        script.finish()
-                files = {name: Path(f"{file} {index}") for name, file in notes.items()}
-                found.append(
-                    (rows, {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()})
-                )
-            return found
-        finally:
-            for script in scripts.values():
-                if script is not None:
-                    script.close()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        scripts: dict[str, Script | None] = {}
+        notes: dict[str, Path] = {}
+        for number, (name, own) in enumerate(contestants.items()):
+            spec = completed({**common, **own}, (runs + 1) * len(kinds), Path(folder) / f"notes {number}")
+            notes[name], count = Path(folder) / f"notes {number}", len(spec["fits"])
+            scripts[name] = None
+            if spec["library"] != "pyg" or peers.can_sample():
+                scripts[name] = script = Script(MODULE, spec, Path(folder), str(number))
+                stack.callback(script.close)
+        return [take_turns(scripts, notes, index, runs, kinds) for index in range(count)]
+
+
+def completed(spec: dict[str, Any], turns: int, notes: Path) -> dict[str, Any]:
+    """Return the complete settings of a script, whose fits write files that begin with ``notes``."""
+    spec = {"library": "ours", "trainer": "hyscale", "accelerator": True, "options": {}, **spec}
+    fits = []
+    for index, fit in enumerate(spec.get("fits", [{}])):
+        fit = {**spec, **fit, "fits": [], "runs": turns, "notes": f"{notes} {index}"}
+        options = fit["options"]
+        if options.get("drm") is False or not options.get("cpu_trainers", 1):
+            fit["settle"] = 1  # static mapping
+        if options.get("drm") is False:  # starts with the threads of a manager
+            fit["options"] = {"threads": [1, 1, fit["torch_threads"]], **options}
+        fits.append(fit)
+    return {**spec, "fits": fits}
+
+
+def take_turns(
+    scripts: dict[str, Script | None], notes: dict[str, Path], index: int, runs: int,
+    kinds: Sequence[str | None] = (None,),
+) -> tuple[Rows, Notes]:  # fmt: skip
+    """Measure a fit of all scripts, and return the rows and notes."""
+    turns: dict[str, Callable[[], float] | None] = {}
+    for name, script in scripts.items():
+        for kind in kinds:
+            label = name if kind is None else f"{name}, {kind}"
+            turns[label] = None if script is None else partial(script, True if kind is None else kind)
+    rows = measure(turns, runs)
+    for script in scripts.values():
+        if script is not None:
+            script(True)  # the end of a fit would disturb the turns of other scripts
+    for script in scripts.values():
+        if script is not None:
+            script.finish()
+    files = {name: Path(f"{file} {index}") for name, file in notes.items()}
+    return rows, {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def calibrate(common: dict[str, Any]) -> dict[str, Any]:
@@ -223,9 +228,7 @@ def predictions(
         if "median" not in row or "options" not in VARIANTS[name] or not noted.get(name, {}).get("first_shares"):
             continue
         options, own = VARIANTS[name]["options"], noted[name]
-        cpu = len(own["shares"]) > 1
-        seeds = own["seeds"] or [stop - start for start, stop in split_seeds(common["batch_size"], own["shares"])]
-        mapping = TaskMapping(tuple(seeds), int(cpu), (*own["threads"][:2], own["threads"][2] if cpu else 0))
+        mapping = mapping_of(own, common)
         entry: dict[str, Any] = {"ms": row["median"], "mapping": str(mapping), **own}
         platforms = {"calibrated": with_accelerator(calibrated(notes), trainer, fit["speed"], fit.get("link", 1e30))}
         if "platform" in own:
@@ -237,6 +240,13 @@ def predictions(
             entry[f"error_percent, {which}"] = round(100 * (milliseconds / row["median"] - 1), 1)
         found[name] = entry
     return found
+
+
+def mapping_of(own: dict[str, Any], common: dict[str, Any]) -> TaskMapping:
+    """Return the mapping at the end of a fit."""
+    cpu = len(own["shares"]) > 1
+    seeds = own["seeds"] or [stop - start for start, stop in split_seeds(common["batch_size"], own["shares"])]
+    return TaskMapping(tuple(seeds), int(cpu), (*own["threads"][:2], own["threads"][2] if cpu else 0))
 
 
 def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
@@ -390,6 +400,76 @@ def lone(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "
     return result
 
 
+class OneScript:
+    """A GPU alone, with CPU trainers as the default options decide, and with one in any case, managed: in one script.
+
+    The script has a second rank only from the fit on that starts a CPU trainer, so fits run one after the other. It
+    starts at once, without waiting, and trains once it is measured. A CPU in place of the GPU is simulated.
+    """
+
+    LIMIT = 150.0
+    """Seconds after which a script that says nothing has failed."""
+    ALONE, RULE, MANAGED = "GPU only", "default options", "a CPU trainer, managed"
+    FITS: ClassVar[dict[str, dict[str, Any]]] = {
+        "GPU only, plain Trainer": {"trainer": "plain", "settle": 1},
+        ALONE: {"options": {"cpu_trainers": 0}},
+        RULE: {},
+        MANAGED: {"options": {"cpu_trainers": 1}},
+    }
+
+    def __init__(self, device: torch.device, runs: int, is_small: bool) -> None:
+        self.runs, self.sizes = runs, {name: sizes[is_small] for name, sizes in SIZES.items()}
+        self.common = common_settings(self.sizes, device.type) | {"num_workers": max(2, num_cores() // 4)}
+        paced = {"speed": None} if device.type == "cuda" else {"speed": 4.0, "seconds_per_seed": 1e-5, "link": 1e9}
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        fits = [{**paced, **fit} for fit in self.FITS.values()]
+        spec = completed({**self.common, "fits": fits}, runs + 1, folder / "notes")
+        self._notes, self._script = {"": folder / "notes"}, Script(MODULE, spec, folder, "script", is_ahead=True)
+        self._script.limit = self.LIMIT
+
+    def measure(self) -> dict[str, Any]:
+        """Return rows, comparisons, the rule's decision and the iterations that the model predicts."""
+        rows: Rows = []
+        notes: Notes = {}
+        for index, name in enumerate(self.FITS):
+            [row], noted = take_turns({"": self._script}, self._notes, index, self.runs)
+            rows.append({**row, "name": name})
+            notes[name] = noted.get("", {})
+        what = f"Hybrid training on a GPU with {num_cores()} cores, {{}}, against the GPU alone"
+        named = self.RULE, self.MANAGED
+        return {
+            "title": f"Hybrid training, GraphSAGE, {self.sizes['batch_size']} seeds an iteration, on a GPU",
+            "unit": "ms per iteration", "settings": {**self.sizes, "fanouts": list(FANOUTS), "runs": self.runs},
+            "rows": rows,
+            "comparisons": [compare(rows, what.format(name), [name], [self.ALONE], False) for name in named],
+            "rule": {"says": notes[self.RULE].get("admission"), **self._rule(notes[self.RULE])},
+            "variants": {name: self._predict(own, notes[self.RULE]) for name, own in notes.items()},
+        }  # fmt: skip
+
+    def _rule(self, ruled: dict[str, Any]) -> dict[str, float]:
+        """Return the ms of an iteration that the rule's figures predict with a CPU trainer and without."""
+        if "platform" not in ruled or "workload" not in ruled:
+            return {}
+        model = PerformanceModel(platform_of(ruled), workload_of(ruled))
+        mappings = {"with the CPU": model.best_mapping(1), "without": model.best_mapping(0)}
+        return {name: shortened(1e3 * model.iteration_time(mapping)) for name, mapping in mappings.items()}
+
+    def _predict(self, own: dict[str, Any], ruled: dict[str, Any]) -> dict[str, Any]:
+        """Return the shares, decisions and stages of a fit, and the model's ms of an iteration with its mapping."""
+        kept = {name: own[name] for name in ("shares", "threads", "stages", "decisions") if name in own}
+        known = own if "platform" in own else ruled
+        if not own.get("shares") or "platform" not in known or "workload" not in known:
+            return kept
+        model, mapping = PerformanceModel(platform_of(known), workload_of(known)), mapping_of(own, self.sizes)
+        return {**kept, "mapping": str(mapping), "predicted_ms": shortened(1e3 * predicted(model, mapping, 2))}
+
+    def close(self) -> None:
+        """End the script."""
+        self._script.close()
+        self._folder.cleanup()
+
+
 PARTS: dict[str, Callable[..., Found]] = {
     "admission": admission,
     "ablation": ablation,
@@ -407,6 +487,13 @@ OPTIONS = {
 }
 
 
+def common_settings(sizes: dict[str, int], device: str) -> dict[str, Any]:
+    """Return the settings of all contestants."""
+    return {
+        **sizes, "device": device, "fanouts": list(FANOUTS), "torch_threads": max(1, num_cores() - 2), "num_workers": 2,
+    }  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse("hyscale", __doc__ or "", SIZES, argv, paths=OPTIONS)
     chosen = args.parts.split(",") if args.parts else list(PARTS)
@@ -415,16 +502,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise SystemExit(f"unknown --parts {', '.join(sorted(unknown))}; use some of {', '.join(PARTS)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     described = machine()
-    common = {
-        **args.sizes,
-        "device": device,
-        "fanouts": list(FANOUTS),
-        "torch_threads": max(1, num_cores() - 2),
-        "num_workers": 2,
-        "speeds": [float(speed) for speed in args.speeds.split(",")]
-        if args.speeds
-        else SPEEDS[: 1 if args.quick else 3],
-    }
+    speeds = [float(speed) for speed in args.speeds.split(",")] if args.speeds else SPEEDS[: 1 if args.quick else 3]
+    common = {**common_settings(args.sizes, device), "speeds": speeds}
     before = json.loads(args.out.read_text()) if args.parts and args.out is not None and args.out.exists() else {}
     parts: dict[str, Found] = dict(before.get("parts", {}))
     notes = calibrate(common)

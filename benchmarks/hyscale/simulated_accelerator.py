@@ -76,7 +76,8 @@ class PacedClassifier(NodeClassifier):
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         """Return the cross-entropy of the seeds."""
-        if not self.accelerator or (self.trainer.global_rank and not self.every_rank):
+        is_slowed = self.simulated or self.seconds_per_seed > 0
+        if not (self.accelerator and is_slowed) or (self.trainer.global_rank and not self.every_rank):
             return self._seed_loss(batch)
         kernels, loss = 0, torch.zeros(())
         if self.simulated:

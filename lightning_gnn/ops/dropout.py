@@ -313,7 +313,8 @@ def add_relu_drop(x: Tensor, bias: Tensor | None, p: float, key: int) -> Tensor:
 class _AddReluDrop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, bias: Tensor | None, p: float, key: int) -> Tensor:
-        x, out = x.contiguous(), use_huge_pages(torch.empty(x.shape, dtype=x.dtype))
+        # Detached, since other threads record operations.
+        x, out = x.detach().contiguous(), use_huge_pages(torch.empty(x.shape, dtype=x.dtype))
         shift = None if bias is None else bias.detach()
 
         def run(first: int, last: int) -> None:
@@ -330,7 +331,8 @@ class _AddReluDrop(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             before = torch.where(result <= 0, 0, grad * (1.0 / (1.0 - p))).to(grad.dtype)
             return before, before.sum(0) if has_bias else None, None, None
-        grad, before = grad.contiguous(), use_huge_pages(torch.empty(grad.shape, dtype=grad.dtype))
+        grad, result = grad.detach().contiguous(), result.detach()
+        before = use_huge_pages(torch.empty(grad.shape, dtype=grad.dtype))
         # A sum per tile, so that the bias's gradient does not depend on the threads.
         tiles = range(0, grad.size(0), _TILE_ROWS)
         totals = torch.zeros(len(tiles), grad.size(1), dtype=_wide(grad))

@@ -5,8 +5,7 @@ import torch
 
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.full_graph.launch import run
-from tests.hyscale.test_leaving_out import Counting, beside_a_slow_cpu
-from tests.hyscale.training import Plain, copy_state, fit
+from tests.hyscale.training import Counting, Plain, beside_a_slow_cpu, copy_state, fit
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 OPTIONS = {"drm": False, "shares": [0.3, 0.7]}, {"drm": "paper"}, {}, {"cpu_trainers": 0}

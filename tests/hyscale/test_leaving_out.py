@@ -1,7 +1,6 @@
 """CPU trainers that slow accelerators down are left out after a trial, and have no seeds from then on."""
 
 import signal
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,13 +12,13 @@ import torchmetrics
 from lightning_gnn.distributed.mixed_device_group import MAX_SENT
 from lightning_gnn.distributed.step_sync import SIGNAL_INTERVAL
 from lightning_gnn.hyscale.costs import TaskMapping
-from lightning_gnn.hyscale.drm import BalanceController, DynamicResourceManager
+from lightning_gnn.hyscale.drm import DynamicResourceManager
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.cli.command import SignalAt
 from tests.full_graph.launch import run
 from tests.hyscale.closed_loop import Node
 from tests.hyscale.closed_loop import run as simulate
-from tests.hyscale.training import SILENT, Plain, copy_state, fit, make_data
+from tests.hyscale.training import SILENT, Counting, beside_a_slow_cpu, copy_state, fit, make_data
 
 LAG, ITERATIONS, LAST = 6, 60, 16
 
@@ -132,21 +131,6 @@ def test_a_saved_trial_goes_on():
     assert other.leaves_out_cpu
 
 
-class Counting(Plain):
-    """Counts its steps, and logs its loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = 0
-
-    def training_step(self, batch, index):
-        self.steps += 1
-        loss = super().training_step(batch, index)
-        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=batch.batch_size)
-        self.log("least", loss, on_step=False, on_epoch=True, reduce_fx="min")
-        return loss
-
-
 class Gathering(Counting):
     """Calls a collective in each step."""
 
@@ -243,24 +227,6 @@ class Sparse(Counting):
 
 
 KINDS = (Counting, Gathering, Measured, Validated, Late, Returning, Accumulating, Manual, Sparse)
-
-
-@contextmanager
-def beside_a_slow_cpu():
-    """Replace the measured times by those of a CPU that slows the accelerators down."""
-    compute = BalanceController._compute_times
-
-    def slow(self, reports):
-        times = compute(self, reports)
-        trained = [1e-3 * seeds or None for seeds in times.seeds]
-        return replace(
-            times, sample_cpu=1e-5, load=1e-5, train_cpu=tuple(trained[:1]), train_accelerator=tuple(trained[1:]),
-            iteration=2.0 if times.train_cpu[0] else 1.0,
-        )  # fmt: skip
-
-    with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(BalanceController, "_compute_times", slow)
-        yield
 
 
 def make_strategy(accelerators):

@@ -1,14 +1,18 @@
 """Modules that several ranks and a plain Trainer train, and helpers that train and compare them."""
 
 import warnings
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
+import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch_geometric.data import Data
 
 from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.hyscale.drm import BalanceController
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.nn import GraphSAGE
 
@@ -64,10 +68,43 @@ class Plain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Counting(Plain):
+    """Counts its steps, and logs its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch, index):
+        self.steps += 1
+        loss = super().training_step(batch, index)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=batch.batch_size)
+        self.log("least", loss, on_step=False, on_epoch=True, reduce_fx="min")
+        return loss
+
+
 def make_hybrid(num_ranks=2, **options):
     """Return a strategy of CPU ranks with different shares."""
     shares = {2: [0.3, 0.7], 3: [0.2, 0.5, 0.3], 4: [0.1, 0.2, 0.3, 0.4]}.get(num_ranks)
     return HyScaleStrategy(**{"cpu_trainers": num_ranks, "drm": False, "shares": shares, **options})
+
+
+@contextmanager
+def beside_a_slow_cpu():
+    """Replace the measured times by those of a CPU that slows the accelerators down."""
+    compute = BalanceController._compute_times
+
+    def slow(self, reports):
+        times = compute(self, reports)
+        trained = [1e-3 * seeds or None for seeds in times.seeds]
+        return replace(
+            times, sample_cpu=1e-5, load=1e-5, train_cpu=tuple(trained[:1]), train_accelerator=tuple(trained[1:]),
+            iteration=2.0 if times.train_cpu[0] else 1.0,
+        )  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(BalanceController, "_compute_times", slow)
+        yield
 
 
 def fit(module, strategy="auto", data=None, epochs=2, filters=True, **options):

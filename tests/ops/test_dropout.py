@@ -197,6 +197,8 @@ def test_weights_of_edges_are_dropped_by_their_place():
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_bias_relu_and_dropout_in_one_pass(monkeypatch, dtype, has_bias, p):
     monkeypatch.setattr("lightning_gnn.ops.dropout._TILE_ROWS", 8)
+    monkeypatch.setattr("lightning_gnn.ops.dropout._ELEMENTS_PER_THREAD", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.randn(50, 7).to(dtype).requires_grad_()
     bias = torch.randn(7).to(dtype).requires_grad_() if has_bias else None
     inputs = [x, bias] if has_bias else [x]
