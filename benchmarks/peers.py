@@ -79,6 +79,24 @@ def in_form(edge_index: Tensor, num_nodes: int, form: str) -> Any:
     return edge_index
 
 
+class PyGNodeData(pl.LightningDataModule):
+    """PyG's ``LightningNodeData``, which inherits from ``lightning`` where both packages of Lightning are installed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        from torch_geometric.data.lightning import LightningNodeData
+
+        self._data = LightningNodeData(*args, **kwargs)
+
+    def train_dataloader(self) -> Any:
+        """Return its loader of training seeds."""
+        return self._data.train_dataloader()
+
+    def val_dataloader(self) -> Any:
+        """Return its loader of validation seeds, if it has one."""
+        return self._data.val_dataloader() if self._data.val_dataloader is not None else []
+
+
 class PyGClassifier(pl.LightningModule):
     """The model of PyG's Lightning example (without its batch normalization, which no contestant uses here)."""
 

@@ -140,9 +140,7 @@ def make(spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModu
     if spec["way"] == "training thread":
         return model, NeighborDataModule(data, seeds, num_workers=0, **kwargs)
     if spec["way"] == "PyG":
-        from torch_geometric.data.lightning import LightningNodeData
-
-        return model, LightningNodeData(data, seeds, num_workers=1, **kwargs)
+        return model, peers.PyGNodeData(data, seeds, num_workers=1, **kwargs)
     if spec["way"] == "both":
         kwargs |= {"gpu_route": "cpu", "profile_batches": 4, "gpu_buffer_size": 4}
     return model, CollectiveDataModule(data, seeds, num_workers=1, **kwargs)

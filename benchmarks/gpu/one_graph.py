@@ -245,8 +245,6 @@ class OneGraph:
 
     def datamodules(self) -> dict[str, Callable[[], Any]]:
         """DataModules of this package, and PyG's, by name."""
-        from torch_geometric.data.lightning import LightningNodeData
-
         from lightning_gnn import NeighborDataModule, PersistentSamplerDataModule
 
         shared = {"num_neighbors": list(self.fanouts), "batch_size": self.batch_size}
@@ -264,7 +262,7 @@ class OneGraph:
             "NeighborDataModule": partial(NeighborDataModule, self.data, self.train_nodes, seed=0, **shared, **workers),
         }
         if peers.can_sample():
-            made["PyG"] = partial(LightningNodeData, self.data, self.train_nodes, **shared, **workers)
+            made["PyG"] = partial(peers.PyGNodeData, self.data, self.train_nodes, **shared, **workers)
         return made
 
     def loaders(self) -> dict[str, Callable[[int], float]]:

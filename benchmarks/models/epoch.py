@@ -107,10 +107,8 @@ def make(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> tuple[pl.Ligh
         return NodeClassifier(kind(*sizes, dropout=0.5, **more), CLASSES, lr=0.01), NeighborDataModule(
             data, seeds, **kwargs
         )
-    from torch_geometric.data.lightning import LightningNodeData
-
     module = peers.PyGClassifier(*sizes, trim=spec["trim"], model=spec["model"], form=spec.get("form", "tensor"))
-    return module, LightningNodeData(data, seeds, persistent_workers=spec["num_workers"] > 0, **kwargs)
+    return module, peers.PyGNodeData(data, seeds, persistent_workers=spec["num_workers"] > 0, **kwargs)
 
 
 def trainer(spec: dict[str, Any], **more: Any) -> pl.Trainer:

@@ -111,11 +111,9 @@ def fit(spec: dict[str, Any], data: Data, seed: int, max_epochs: int) -> tuple[f
         model = NodeClassifier(GraphSAGE(*sizes, dropout=DROPOUT), num_classes, lr=LR)
         datamodule = NeighborDataModule(data, feature_dtype=spec.get("feature_dtype"), **kwargs)
     else:
-        from torch_geometric.data.lightning import LightningNodeData
-
         model = PyGClassifier(sizes, spec["trim"])
         masks = {f"input_{stage}_nodes": data[f"{stage}_mask"] for stage in ("train", "val")}
-        datamodule = LightningNodeData(data, **masks, **kwargs)
+        datamodule = peers.PyGNodeData(data, **masks, **kwargs)
     until = Until(spec["accuracy"])
     trainer = pl.Trainer(
         accelerator="cpu",

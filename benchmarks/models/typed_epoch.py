@@ -149,11 +149,9 @@ def make(data: HeteroData, seeds: Tensor, spec: dict[str, Any]) -> tuple[pl.Ligh
         kwargs |= {name: spec[name] for name in ("feature_dtype",) if name in spec}
         model = kind(data.metadata(), spec["features"], spec["hidden"], 2, CLASSES, dropout=0.5, **heads)
         return NodeClassifier(model, CLASSES, target="paper"), NeighborDataModule(data, ("paper", seeds), **kwargs)
-    from torch_geometric.data.lightning import LightningNodeData
-
     module = PlainTyped(data.metadata(), (spec["features"], spec["hidden"], CLASSES), spec["model"])
     kwargs["persistent_workers"] = spec["num_workers"] > 0
-    return module, LightningNodeData(data, ("paper", seeds), **kwargs)
+    return module, peers.PyGNodeData(data, ("paper", seeds), **kwargs)
 
 
 def contestant(spec: dict[str, Any], gate: Gate) -> None:
