@@ -17,6 +17,7 @@ import logging
 import math
 import statistics
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -340,13 +341,21 @@ def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, 
 
 
 def bounds(args: Any, limits: MachineLimits, rows: Rows) -> dict[str, Any]:
-    """Return each model's lower bound of an epoch in seconds, from the machine's copy bandwidth and product rate."""
+    """Return each model's lower bound of an epoch in seconds, from the machine's copy bandwidth and product rate.
+
+    Beside it stand the times of one core that prepares a mini-batch, and of one that trains it.
+    """
     data = make_data(args.nodes, args.edges, args.features, CLASSES)
     seeds = torch.randperm(args.nodes, generator=torch.Generator().manual_seed(0))[: args.train_nodes]
     datamodule = NeighborDataModule(
         data, seeds, num_neighbors=FANOUTS, batch_size=args.batch_size, num_workers=0, seed=0
     )
-    batch = next(iter(datamodule.train_dataloader()))
+    torch.set_num_threads(1)
+    batches, times = iter(datamodule.train_dataloader()), list[float]()
+    batch, start = next(batches), time.perf_counter()
+    while (following := next(batches, None)) is not None:
+        times.append(1e3 * (time.perf_counter() - start))
+        batch, start = following, time.perf_counter()
     count = math.ceil(args.train_nodes / args.batch_size)
     found = {}
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -354,6 +363,11 @@ def bounds(args: Any, limits: MachineLimits, rows: Rows) -> dict[str, Any]:
         measured = [row["median"] for row in rows if row["contestant"] == f"ours, {model}" and "median" in row]
         if measured:
             found[model]["measured over bound"] = round(statistics.median(measured) / found[model]["bound s"], 2)
+        found[model]["ms of preparing, one core"] = round(statistics.median(times), 2) if times else math.nan
+        for suffix, precision in (("", "float32"), (NARROW, "bf16-mixed")):
+            name = f"ours, {model}{suffix}{STEP}"
+            step = [row["median"] for row in rows if row["contestant"] == name and "median" in row]
+            found[model] |= {f"ms of a step, one core, {precision}": step[0]} if step else {}
     return found
 
 
