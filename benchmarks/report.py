@@ -40,6 +40,8 @@ _LIMITS = ("sum of both alone", "cpu_share=", "bound")
 HEADLINES = (
     "Training epoch, SAGE, against PyG with trim_to_layer",
     "Training epoch, SAGE, against GraphBolt",
+    "Training epoch, SAGE, bf16-mixed, against GraphBolt in bf16-mixed",
+    "Training epoch, SAGE, bf16-mixed, against float32",
     "Training epoch, R-GCN, against PyG",
     "Time to accuracy, 22k nodes, against PyG's loader",
     "Full-graph epoch, GAT on Reddit, against PyG, edge_index",
