@@ -1,15 +1,16 @@
-"""Writes the tables that follow from the systems and from conf/ into the pages: ``python -m docs.tables``.
+"""Writes the tables that follow from the systems, conf/ and results into the pages: ``python -m docs.tables``.
 
 Only the text between two markers is replaced.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.harness import replaced
+from benchmarks.harness import RESULTS, replaced
 from lightning_gnn.systems import PACKAGES, SYSTEMS, Plugin, System
 
 ROOT = Path(__file__).parent.parent
@@ -102,11 +103,25 @@ def entries(kind: str) -> str:
     )
 
 
+def layer_kernels(page: Path) -> str:
+    """Return what the layers' kernels take on a GPU, as compiled."""
+    found = json.loads((RESULTS / "gpu_layers.json").read_text(encoding="utf-8"))
+    head = "layer | kernel | registers | spilled | shared memory | warps | occupancy | read against ideal | written"
+    rows = []
+    for row in found["rows"]:
+        ratios = [f"{row[kind][0] / row[kind][1]:.2f}" if kind in row else "" for kind in ("loads", "stores")]
+        name, _, backward = row["kernel"].partition(",")
+        used = f"{row['spilled']} B", f"{row['shared']} B", str(row["warps"]), f"{row['occupancy']:.0%}"
+        rows.append((row["case"], f"`{name}`" + f",{backward}" * bool(backward), str(row["registers"]), *used, *ratios))
+    sizes = f"{found['sources']:,} sources, {found['targets']:,} targets and {found['edges']:,} edges"
+    return f"Triton {found['triton']}, sm_90; a layer of {sizes}.\n\n{table(head, rows)}"
+
+
 TABLES = {
     "README.md": {"systems": systems},
     "docs/index.md": {"guides": guides},
     "docs/which-module.md": {"datamodules": datamodules, "strategies": strategies},
-    "docs/architecture.md": {"packages": packages},
+    "docs/architecture.md": {"packages": packages, "layer_kernels": layer_kernels},
     "docs/command-line.md": {"groups": groups},
     "docs/reference/index.md": {
         "datamodules": lambda page: entries("datamodules"), "strategies": lambda page: entries("strategies")

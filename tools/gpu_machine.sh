@@ -33,10 +33,12 @@ fi
 export PYTHONPATH=$scratch${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 # An installed copy of another folder would be measured in place of this one.
-installed='from importlib.metadata import distribution; print(distribution("lightning-gnn").read_text("direct_url.json"))'
-if [[ $("$python" -c "$installed" 2>/dev/null) != *"\"file://$PWD\""* ]]; then
+installed='import sys; from importlib.util import find_spec
+sys.path = [folder for folder in sys.path if folder]
+print(getattr(find_spec("lightning_gnn"), "origin", ""))'
+if [[ $("$python" -c "$installed" 2>/dev/null) != "$PWD/lightning_gnn/__init__.py" ]]; then
     "$pip" install --quiet --no-index --no-deps --no-build-isolation -e . || { say "$pip failed; set PIP"; exit 1; }
-    [[ $("$python" -c "$installed" 2>/dev/null) == *"\"file://$PWD\""* ]] || {
+    [[ $("$python" -c "$installed" 2>/dev/null) == "$PWD/lightning_gnn/__init__.py" ]] || {
         say "$pip installed for another Python than $python; set PIP or PYTHON"; exit 1; }
 fi
 missing=$("$python" -c '

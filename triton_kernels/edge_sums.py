@@ -37,8 +37,7 @@ def entry_values(
         values = values * tl.load(weight + at, mask=valid, other=0.0).to(ACC)[:, None]
     if DIVIDED:
         # A row of x that an entry leads to has at least this entry in the forward pass.
-        degree = tl.load(over + source + 1, mask=valid, other=1) - tl.load(over + source, mask=valid, other=0)
-        values = values / degree.to(ACC)[:, None]
+        values = values / tl.load(over + source, mask=valid, other=1).to(ACC)[:, None]
     return values
 
 
@@ -72,7 +71,7 @@ def sum_kernel(
     indptr: tl.tensor,  # *int32 [num_rows + 1]
     indices: tl.tensor,  # *int32 [E]: row of x of each entry
     weight: tl.tensor,  # any float [E]; read if WEIGHTED
-    over: tl.tensor,  # *int32 [num_sources + 1]: rows of x are divided by its differences; read if DIVIDED
+    over: tl.tensor,  # *int32 [num_sources]: rows of x are divided by it; read if DIVIDED
     own: tl.tensor,  # any float [num_own, COLUMNS], rows OWN_STRIDE apart; read if OWN
     num_rows: tl.tensor,
     num_own: tl.tensor,  # rows with an own row, the first ones
@@ -273,9 +272,11 @@ def sum_rows(
     own_stride, num_own = 0, num_rows
     if own is not None and own.dim() == 2:
         own_stride, num_own = own.stride(0), min(num_rows, own.size(0))
+    degrees = indptr  # unused
+    if over is not None:
+        degrees = torch.sub(over[1:], over[:-1], out=over.new_empty(over.numel() - 1, dtype=torch.int32))
     arguments = (
-        out, x, indptr, indices, weight[0] if weight else x, indptr if over is None else over.to(torch.int32),
-        x if own is None else own, num_rows, num_own,
+        out, x, indptr, indices, weight[0] if weight else x, degrees, x if own is None else own, num_rows, num_own
     )  # fmt: skip
     options = {
         "COLUMNS": columns,

@@ -1,4 +1,7 @@
-"""Resource usage of the compiled sampling kernels (registers, shared memory, occupancy); does not require a GPU."""
+"""Resource usage of compiled kernels (registers, shared memory, occupancy); does not require a GPU.
+
+The sampling kernels are compiled here. ``tests.ptx.layer_counts`` gives the PTX of the layers' kernels.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from lightning_gnn.triton_kernels.hops import hop_kernel
 from lightning_gnn.triton_kernels.queue import queue_kernel
 from lightning_gnn.triton_kernels.relations import emit_relations_kernel, relation_kernel
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CUOBJDUMP = TOOLS / "cuobjdump"
 LONG = (
     "indptr",
     "seeds",
@@ -87,11 +91,26 @@ def usage(made: Any) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
 
 
-def resident(registers: int, shared: int, capability: int) -> int:
-    """Return the number of programs with ``NUM_WARPS`` warps that fit on one multiprocessor."""
-    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * NUM_WARPS)
+def resident(registers: int, shared: int, capability: int, warps: int = NUM_WARPS) -> int:
+    """Return the number of programs with so many warps that fit on one multiprocessor."""
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
     by_shared = SHARED[capability] * 1024 // (shared + 1024)  # the system reserves 1 KB per program
-    return min(by_registers, by_shared, 64 // NUM_WARPS, 32)
+    return min(by_registers, by_shared, 64 // warps, 32)
+
+
+def usage_of_ptx(ptx: str, shared: int, capability: int) -> dict[str, Any]:
+    """Return the resource usage of a kernel that is compiled up to PTX, and takes so many bytes of shared memory."""
+    warps = int(re.findall(r"\.reqntid (\d+)", ptx)[0]) // 32
+    arch = re.findall(r"\.target (\w+)", ptx)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        command = [TOOLS / "ptxas", "-v", f"--gpu-name={arch}", source, "-o", cubin]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, stack = (int(re.findall(rf"(\d+) {what}", told)[0]) for what in ("registers", "bytes stack frame"))
+    programs = resident(registers, shared, capability, warps)
+    return {"registers": registers, "spilled": stack, "shared": shared, "warps": warps,
+            "occupancy": programs * warps / 64}  # fmt: skip
 
 
 def all_kernels() -> list[dict[str, Any]]:

@@ -168,16 +168,20 @@ class GCN(LayeredGNN, pyg.GCN):  # type: ignore[misc]
         if self._can_fuse(x, edge_index, batch.edge_weight):
             targets = [sum(num_nodes[:hops]) for hops in range(self.num_layers, 0, -1)]
             edges = conv.sorted_edges(edge_index, batch.edge_weight, x, targets[0])
-            if is_sorted(edge_index):  # then the counts are known, and a device need not be asked
-                loops = conv.normalize and conv.add_self_loops
-                counts = [sum(batch.num_edges[:hops]) for hops in range(self.num_layers, 0, -1)]
-                return [
-                    LayerBlock(rows, edge_index, sorted_edges=first_rows(edges, rows, count + rows * loops))
-                    for rows, count in zip(targets, counts, strict=True)
-                ]
-            cut = [with_all_rows(first_rows(edges, count), edges) for count in targets]
             # The sources of a layer are the targets of the previous one; PyG's path raises errors for other edges.
             sources = [sum(num_nodes[: self.num_layers + 1]), *targets]
+            if is_sorted(edge_index) or torch.compiler.is_compiling():  # take the counts, not to ask a device
+                loops = conv.normalize and conv.add_self_loops
+                counts = [sum(batch.num_edges[:hops]) for hops in range(self.num_layers, 0, -1)]
+                cut = [
+                    first_rows(edges, rows, count + rows * loops) for rows, count in zip(targets, counts, strict=True)
+                ]
+                if torch.compiler.is_compiling():
+                    _assert_counts(cut, sources)
+                return [
+                    LayerBlock(rows, edge_index, sorted_edges=part) for rows, part in zip(targets, cut, strict=True)
+                ]
+            cut = [with_all_rows(first_rows(edges, count), edges) for count in targets]
             read = zip((part[1] for part in cut), sources, strict=False)
             if all(not indices.numel() or int(indices.max()) < count for indices, count in read):
                 return [
@@ -233,6 +237,14 @@ class GCN(LayeredGNN, pyg.GCN):  # type: ignore[misc]
         return batch._replace(edge_index=torch.cat(indices, dim=1), edge_weight=torch.cat(weights), num_edges=counts)
 
 
+def _assert_counts(blocks: list[list[Tensor]], sources: list[int]) -> None:
+    """Assert asynchronously that each layer's edges end with its last row, and that its sources have rows."""
+    for (indptr, indices, *_), count in zip(blocks, sources, strict=False):
+        if indices.numel():
+            is_right = (indptr[-1] == indices.numel()) & (indices < count).all()
+            torch._assert_async(is_right, "num_sampled_nodes_per_hop or num_sampled_edges_per_hop do not fit the edges")
+
+
 class GraphSAGE(LayeredGNN, pyg.GraphSAGE):  # type: ignore[misc]
     """GraphSAGE (Hamilton, Ying and Leskovec, NeurIPS 2017, arXiv:1706.02216), mean aggregation by default.
 
@@ -246,11 +258,10 @@ class GraphSAGE(LayeredGNN, pyg.GraphSAGE):  # type: ignore[misc]
     def apply_layer(self, layer: int, x: Tensor, block: LayerBlock, fuse: bool = True) -> tuple[Tensor, bool]:
         """Apply a layer, as :meth:`LayeredGNN.apply_layer`."""
         conv, target = self.convs[layer], x[: block.num_targets]
-        if fuse and type(conv) is SAGEConv and can_fuse(conv, x, target, block.edge_index):
-            then = fold_dropout(conv, self.norms[layer], self.act, self.dropout, x)
-            if then is not None:
-                return conv.run_fused(x, target, block.edge_index, then), True
-        return super().apply_layer(layer, x, block, fuse)
+        if type(conv) is not SAGEConv or has_hooks(conv) or not can_fuse(conv, x, target, block.edge_index):
+            return super().apply_layer(layer, x, block, fuse)
+        then = fold_dropout(conv, self.norms[layer], self.act, self.dropout, x) if fuse else None
+        return conv.run_fused(x, target, block.edge_index, then, is_first=True), then is not None
 
 
 class GIN(LayeredGNN, pyg.GIN):  # type: ignore[misc]

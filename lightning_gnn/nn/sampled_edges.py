@@ -43,9 +43,9 @@ def in_sampled_order(batch: Data | HeteroData, num_rows: Mapping[Any, int] | Non
     if not _are_satisfied(unknown):
         return False
     _record(unknown)
-    for edges in _hop_edges(batch) if unknown else ():
-        if not edges.is_cpu and _ascends(edges):
-            mark_sorted(edges)
+    for edges, hops in _hop_edges(batch) if unknown else ():
+        if not edges.is_cpu and _ascends(edges, hops):
+            mark_sorted(edges, hops)
     return True
 
 
@@ -58,9 +58,9 @@ def remember(batch: Any, ascends: Sequence[bool] | None = None) -> None:
         return
     _record(checks)
     edges = _hop_edges(batch)
-    for part, is_sorted in zip(edges, [True] * len(edges) if ascends is None else ascends, strict=True):
+    for (part, hops), is_sorted in zip(edges, [True] * len(edges) if ascends is None else ascends, strict=True):
         if is_sorted:
-            mark_sorted(part)
+            mark_sorted(part, hops)
 
 
 def moved(batch: Any, move: Callable[[Any], Any]) -> Any:
@@ -68,23 +68,31 @@ def moved(batch: Any, move: Callable[[Any], Any]) -> Any:
     checks = _list_checks(batch) if isinstance(batch, Data | HeteroData) else None
     if checks is None or not all(tensor.is_cpu for tensor, _ in checks) or not _are_satisfied(checks):
         return move(batch)
-    ascends = [_ascends(edges) for edges in _hop_edges(batch)]
+    ascends = [_ascends(*edges) for edges in _hop_edges(batch)]
     with torch.inference_mode(False):  # inference tensors have no version
         batch = move(batch)
     remember(batch, ascends)
     return batch
 
 
-def _hop_edges(batch: Any) -> list[Tensor]:
-    """Return the edges of each relation whose hops lead to consecutive targets."""
-    stores = batch.edge_stores if isinstance(batch, HeteroData) else [batch._store]
-    edges = [store.get("edge_index") for store in stores if not store.get("every_hop")]
-    return [part for part in edges if isinstance(part, Tensor)]
+_Hops = list[tuple[int, int]] | None  # None where hops lead to consecutive targets, so that no hop stands alone
 
 
-def _ascends(edge_index: Tensor) -> bool:
+def _hop_edges(batch: Any) -> list[tuple[Tensor, _Hops]]:
+    """Return the edges of each relation, and the ranges of those that may ascend."""
+    found: list[tuple[Tensor, _Hops]] = []
+    for store in batch.edge_stores if isinstance(batch, HeteroData) else [batch._store]:
+        if isinstance(edges := store.get("edge_index"), Tensor):
+            stops = accumulate(int(count) for count in store["num_sampled_edges"])
+            found.append((edges, [*pairwise([0, *stops])] if store.get("every_hop") else None))
+    return found
+
+
+def _ascends(edge_index: Tensor, hops: _Hops) -> bool:
     target = edge_index[1]
-    return bool((target[1:] >= target[:-1]).all())
+    rises = target[1:] >= target[:-1]
+    parts = [rises] if hops is None else [rises[start : max(stop - 1, start)] for start, stop in hops]
+    return bool(torch.stack([part.all() for part in parts]).all())
 
 
 def _list_checks(batch: Any, num_rows: Mapping[Any, int] | None = None) -> _Checks | None:

@@ -305,7 +305,7 @@ def add_relu_drop(x: Tensor, bias: Tensor | None, p: float, key: int) -> Tensor:
 
     ``bias`` has the dtype of ``x``. Differentiable any number of times.
     """
-    if not x.is_cpu or x.dtype == torch.float16 or x.numel() == 0:
+    if not x.is_cpu or x.dtype == torch.float16 or x.numel() == 0 or torch.compiler.is_compiling():
         return row_dropout((x if bias is None else x + bias).relu(), p, key)
     return _fused_with_autograd(x, bias, p, mixed_key(key))
 

@@ -29,16 +29,20 @@ class Context:
 
 
 def define(schema: str, function: Callable[..., Any] | None, fake: Callable[..., Any] | None = None) -> Any:
-    """Define and return ``lightning_gnn::…``; ``function`` is the fallback of all devices, ``fake`` the Meta kernel."""
+    """Define and return ``lightning_gnn::…``; ``function`` is every device's fallback, ``fake`` serves compilers."""
     name = schema.partition("(")[0]
     library.define(schema)  # type: ignore[no-untyped-call]
     if function is not None:
         # Kernels registered for a device take precedence over this one, which runs on every other device.
         library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     if fake is not None:
-        # register_fake would do the same, but searches all modules for its caller's, which takes 0.1 s.
-        library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"lightning_gnn::{name}", fake, lib=library)
     return getattr(torch.ops.lightning_gnn, name).default
+
+
+def is_traced() -> bool:
+    """Return whether ``torch.compile`` traces, and not ``torch.export``, whose programs run without this package."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 def differentiable_gradients(
@@ -106,6 +110,7 @@ def triton_obstacle() -> str | None:
     return None
 
 
+@torch.compiler.assume_constant_result
 def runs_triton(device: torch.device) -> bool:
     """Return whether Triton kernels run on a device: a GPU, or the CPU with Triton's interpreter."""
     if device.type == "cuda" and torch.cuda.is_available():

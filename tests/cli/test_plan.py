@@ -86,7 +86,6 @@ def test_a_run_on_the_cpu_is_predicted(tmp_path, capfd):
     )
     tried = {option["change"] for option in state["options"]}
     assert "datamodule.num_neighbors=[2,2]" in tried
-    assert not any("bf16" in change for change in tried)  # layers on mini-batches compute in float32
     assert not list(tmp_path.glob("**/*.ckpt"))
 
 

@@ -62,10 +62,27 @@ def test_sorted_edges_are_known_on_a_device_until_they_change():
     assert not is_sorted(first_edges(edges, first))
     remember(on_meta)
     assert is_sorted(edges)
-    on_meta.every_hop = True
-    on_meta.edge_index = edges.clone()
-    remember(on_meta)
-    assert not is_sorted(on_meta.edge_index)
+
+
+def test_hops_of_every_hop_are_known_each_alone():
+    options = {"num_neighbors": [4, 3], "batch_size": 8, "semantics": "every_hop"}
+    batch = next(iter(NeighborDataModule(draw(), **options).train_dataloader()))
+    first, last = batch.num_sampled_edges[0], batch.edge_index.size(1)
+    assert ascends(batch.edge_index[1, :first])
+    assert ascends(batch.edge_index[1, first:])
+    assert not ascends(batch.edge_index[1])
+    for change in (None, "transform", "write"):
+        if change == "transform":
+            batch.edge_index = torch.cat([batch.edge_index[:, :first].flip(1), batch.edge_index[:, first:]], 1)
+        edges = moved(batch, lambda batch: batch.to("meta")).edge_index
+        if change == "write":
+            edges[0, 0] = 1
+        known = change is None
+        assert not is_sorted(edges)
+        assert is_sorted(first_edges(edges, first)) == known
+        assert is_sorted(first_edges(edges, last, first)) == known
+        assert not is_sorted(first_edges(edges, last))
+        assert not is_sorted(first_edges(edges, last - 1, first))
 
 
 @pytest.mark.medium

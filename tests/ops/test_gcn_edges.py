@@ -37,11 +37,10 @@ def test_it_is_pygs_normalization_sorted(graph, share, weights, improved, loops,
     num_targets = num_nodes * share // 100
     arguments = (edge_index, num_nodes, num_targets, weight, 2.0 if improved else 1.0, loops, dtype)
     wanted = normalize_densely(*gcn_norm(edge_index, weight, num_nodes, improved, loops, dtype=dtype), num_nodes)
-    for on_device, found in enumerate((torch.ops.lightning_gnn.gcn_edges(*arguments), gcn_edges(*arguments))):
+    for found in (torch.ops.lightning_gnn.gcn_edges(*arguments), gcn_edges(*arguments)):
         indptr, indices, values = first_rows(found, num_targets)
         assert (indptr.dtype, indices.dtype, values.dtype) == (torch.int64, torch.int32, dtype)
-        if on_device:
-            assert found[1].numel() == edge_index.size(1) + num_targets * loops
+        assert found[1].numel() == found[2].numel() == edge_index.size(1) + num_targets * loops
         if loops:
             last = indptr[1:] - 1
             assert torch.equal(indices[last], torch.arange(num_targets, dtype=torch.int32))

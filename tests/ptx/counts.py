@@ -32,7 +32,7 @@ def array_of(source, kind):
 def summarize(launches):
     """Return barriers and atomics of each kernel, and [values, requests, sectors] of each (function, kind, array)."""
     kernels = {}
-    for name, stats, counts in launches:
+    for name, stats, counts, _ in launches:
         row = kernels.setdefault(name, {"barriers": 0, "atomics": 0, "releases": 0, "accesses": {}})
         row.update({key: row[key] + stats[key] for key in ("barriers", "atomics", "releases")})
         for i, what in enumerate(("lanes", "requests", "sectors")):

@@ -44,7 +44,7 @@ class Settings:
     fault = staticmethod(lambda ptx: ptx)  # changes PTX before its translation
     count = False  # count sectors, without other threads in between
     resident = 8  # CTAs at a time, of a grid that is not cooperative
-    launches: ClassVar[list] = []  # (name of the kernel, statistics, counts by Site) of each launch
+    launches: ClassVar[list] = []  # name of the kernel, statistics, counts by Site, (PTX, shared memory) of each launch
 
 
 class PtxBackend(backends["nvidia"].compiler):
@@ -125,7 +125,8 @@ class Launcher:
         counts = Counter()
         for i, site in enumerate(translation.sites if Settings.count else ()):
             counts.update({(site, what): sites[3 * i + j] for j, what in enumerate(("lanes", "requests", "sectors"))})
-        Settings.launches.append((translation.name, {n: getattr(stats, n) for n, _ in Stats._fields_}, counts))
+        told = {n: getattr(stats, n) for n, _ in Stats._fields_}
+        Settings.launches.append((translation.name, told, counts, utils.functions[function]))
         if error:
             raise RuntimeError(f"{translation.name}: {error.decode()}")
 

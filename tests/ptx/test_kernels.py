@@ -21,24 +21,43 @@ pytestmark = [
 
 
 def run(module, *arguments):
-    """Run a module of this folder in a process without Triton's interpreter; return the lines that it prints."""
+    """Run a module of this folder in a process without Triton's interpreter; return what it prints."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", f"tests.ptx.{module}", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def list_rows(*arguments):
+    """Return the JSON of each line that a module prints."""
+    return [json.loads(line) for line in run(*arguments).splitlines()]
 
 
 @campaign
 def test_compiled_kernels_equal_the_reference(number):
     """Common cases in every slice, and a share of the others."""
-    rows = run("cases", number, 4, number, SLICES)
+    rows = list_rows("cases", number, 4, number, SLICES)
     assert len(rows) > 5
     assert not [row for row in rows if row["failure"]]
 
 
 @campaign
 def test_planted_faults_are_found(number):
-    rows = run("faults", number, 4, number, "fused")
+    rows = list_rows("faults", number, 4, number, "fused")
     assert rows
     assert not [row for row in rows if not row["found"] and not row["explained"]]
+
+
+def test_layers_read_little_more_than_they_need():
+    known = json.loads((ROOT / "benchmarks" / "results" / "gpu_layers.json").read_text())
+    case = "GraphSAGE, 100 columns, float32"
+    found = json.loads(run("layer_counts", case))
+    if found["triton"] == known["triton"]:
+        assert found["rows"] == [row for row in known["rows"] if row["case"] == case]
+    for row in [*known["rows"], *found["rows"]]:
+        assert row["spilled"] == 0
+        forward = row["kernel"] in ("sum_kernel", "max_kernel", "attend_kernel", "row_dropout_kernel")
+        for kind in {"loads", "stores"} & row.keys():
+            sectors, ideal = row[kind]
+            assert 0.99 * ideal <= sectors <= (1.2 if forward else 1.5) * ideal

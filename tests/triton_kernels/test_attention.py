@@ -12,8 +12,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
-from lightning_gnn.nn import HGT, RGAT, GATConv, GATv2Conv
+from lightning_gnn.nn import GAT, HGT, RGAT, GATConv, GATv2Conv
 from lightning_gnn.nn.conv import attention
+from lightning_gnn.ops.aggregate_update import edge_order
 from lightning_gnn.ops.attention import definition, numba, reference
 from lightning_gnn.ops.attention import triton as attention_triton
 from lightning_gnn.ops.attention.definition import attend, attend_keys, attend_relations, with_self_loops
@@ -280,3 +281,24 @@ def test_a_mini_batch_on_a_gpu(pair, shape, dtype):
         assert torch.equal(got, again)
         tolerance = TOLERANCE[torch.bfloat16 if autocast else dtype]
         assert float((got.double() - want).norm() / want.norm()) < tolerance
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_layers_on_the_same_edges_share_their_orders(v2, monkeypatch, record_calls):
+    some = torch.Generator().manual_seed(3)
+    x = torch.randn(30, 6, dtype=torch.float64, generator=some).to(DEVICE).requires_grad_()
+    edges = torch.randint(30, (2, 200), generator=some).to(DEVICE)
+    model = GAT(6, 8, 3, 3, heads=2, v2=v2).to(DEVICE).double()
+    monkeypatch.setattr(edge_order, "_can_keep", lambda edges: not edges.is_inference())
+    sorts, loops = record_calls(torch, "sort"), record_calls(attention_triton, "_with_self_loops")
+    results = []
+    for keeps in (True, True, False):
+        monkeypatch.setattr(edge_order, "_can_keep", lambda edges, keeps=keeps: keeps)
+        out = model(x, edges)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])])
+        if keeps:
+            assert len(sorts) == 1 + (DEVICE == "cuda")  # the CPU sorts by target without torch
+            assert len(loops) == 1
+    assert len(loops) == 4
+    assert all(map(torch.equal, results[0], results[1]))
+    assert all(map(torch.equal, results[0], results[2]))

@@ -1,6 +1,7 @@
 """Layers that run fused on a GPU equal PyG's, forward and backward; Triton's interpreter stands in for a GPU."""
 
 import os
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -167,16 +168,20 @@ def test_types(kinds, aggr, root, seed):
     ])  # fmt: skip
 
 
-def sample(seed):
+def sample(seed, **options):
     """Return the features, edges and counts of a mini-batch with self-loops, on the device and known to be sorted."""
     some = torch.Generator().manual_seed(seed)
     edge_index = torch.randint(60, (2, 500), generator=some)
     edge_index[0, ::7] = edge_index[1, ::7]
-    sampler = NeighborSampler(CSCGraph.from_edge_index(edge_index, 60), [4, 3, 2], seed=seed)
+    sampler = NeighborSampler(CSCGraph.from_edge_index(edge_index, 60), [4, 3, 2], seed=seed, **options)
     out = sampler.sample_from_nodes(NodeSamplerInput(None, torch.randperm(60, generator=some)[:7]))
     x = torch.randn(out.node.numel(), 6, dtype=torch.float64, generator=some).to(DEVICE).requires_grad_()
     edges = torch.stack([out.row, out.col]).to(DEVICE)
-    edge_order._sorted[edges] = edges._version  # mark_sorted leaves out the CPU
+    if options:
+        stops = [0, *accumulate(out.num_sampled_edges)]
+        edge_order._sorted_hops[edges] = edges._version, tuple(pairwise(stops))  # mark_sorted leaves out the CPU
+    else:
+        edge_order._sorted[edges] = edges._version
     return x, edges, out.num_sampled_nodes, out.num_sampled_edges
 
 
@@ -200,6 +205,23 @@ def test_models_on_sorted_edges(kind, num_layers, weighted, monkeypatch):
     for operator in IMPLS:
         monkeypatch.setitem(IMPLS, operator, ())
     wanted = model(x, edges.clone(), weight, **dict(zip(names, counts, strict=True)))
+    leaves = [x, *model.parameters()]
+    compare([(found, leaves), (wanted, leaves)])
+
+
+@pytest.mark.parametrize("kind", [GraphSAGE, GIN])
+def test_models_on_sorted_hops(kind, monkeypatch):
+    """With ``semantics="every_hop"`` each layer has the edges of its hop."""
+    x, edges, *counts = sample(5, semantics="every_hop")
+    torch.manual_seed(0)
+    model = kind(6, 8, 3, 3).to(DEVICE).double()
+    monkeypatch.setattr(edge_order, "mark_sorted", lambda part: edge_order._sorted.update({part: part._version}))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "sort", refuse)
+        found = model(x, edges, None, None, None, None, *counts, every_hop=True)
+    for operator in IMPLS:
+        monkeypatch.setitem(IMPLS, operator, ())
+    wanted = model(x, edges.clone(), None, None, None, None, *counts, every_hop=True)
     leaves = [x, *model.parameters()]
     compare([(found, leaves), (wanted, leaves)])
 
@@ -315,3 +337,33 @@ def test_kernels_compile_for_a100_and_h100(compiled):
         if row["kernel"] == "sum_kernel" and row["COLUMNS"] in (100, 256):
             assert "bar.sync" not in row["instructions"]
             assert any("v4" in name for name in row["instructions"])
+
+
+@pytest.mark.parametrize("kind", [GraphSAGE, GCN, GIN, "max"])
+def test_layers_on_the_same_edges_share_their_orders(kind, monkeypatch, record_calls):
+    """Also if the first call is one in inference mode, and not after a change of the edges."""
+    some = torch.Generator().manual_seed(3)
+    x = torch.randn(30, 6, dtype=torch.float64, generator=some).to(DEVICE).requires_grad_()
+    edges = torch.randint(30, (2, 200), generator=some).to(DEVICE)
+    torch.manual_seed(0)
+    options = {"aggr": "max"} if kind == "max" else {}
+    model = (GraphSAGE if kind == "max" else kind)(6, 8, 3, 3, **options).to(DEVICE).double()
+    monkeypatch.setattr(edge_order, "_can_keep", lambda edges: not edges.is_inference())
+    sorts, leaves = record_calls(torch, "sort"), [x, *model.parameters()]
+    with torch.inference_mode():
+        model(x, edges)
+    assert len(sorts) == 1
+    for _ in range(2):
+        found = model(x, edges)
+        grads = torch.autograd.grad(found.square().sum(), leaves)
+    assert len(sorts) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(edge_order, "_can_keep", lambda edges: False)
+        wanted = model(x, edges)
+        others = torch.autograd.grad(wanted.square().sum(), leaves)
+    assert len(sorts) > 4
+    assert all(map(torch.equal, (found, *grads), (wanted, *others)))
+    edges[1, :9] = 0
+    sorts.clear()
+    assert not torch.equal(model(x, edges), found)
+    assert len(sorts) == 1

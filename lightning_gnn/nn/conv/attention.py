@@ -10,6 +10,7 @@ from torch_geometric.nn.conv import GATv2Conv, MessagePassing
 
 from lightning_gnn.nn.conv.fused import is_prefix
 from lightning_gnn.ops.aggregate.numba_rows import convert
+from lightning_gnn.ops.aggregate_update.edge_order import target_edges
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.dropout import draw_key, draws_by_key, dropout, row_dropout
 from lightning_gnn.ops.products import multiplies_bfloat16
@@ -109,7 +110,7 @@ def fold_weight(att: Tensor, weight: Tensor) -> Tensor:
 def _sort_edges(
     layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor
 ) -> tuple[list[Tensor], Tensor | None]:
-    edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), target.size(0), None)
+    edges = target_edges(edge_index, source.size(0), target.size(0))
     if layer.add_self_loops:
         edges = with_self_loops(edges, source.size(0))
     return edges, draw_factor(source, edges, layer.heads, layer.dropout if layer.training else 0.0)

@@ -25,6 +25,7 @@ class Impl:
     autocast: tuple[torch.dtype, ...]  # dtypes of autocast
     least_size: int = 0  # least edges times columns for which it is measured to be faster than PyG's operators
     available: Callable[[torch.device], bool] = lambda device: True  # whether it can run on one of its devices
+    compiles: bool = True  # whether compilers can call it
 
     def runs_on(self, device: torch.device) -> bool:
         """Return whether it runs on a device of this machine."""
@@ -39,6 +40,7 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
             _ALL,
             _HALVES,
             available=lambda device: chip_executor(device, backend_name(None)) is not None,
+            compiles=False,
         ),
         Impl("numba", ("cpu",), (*_FLOATS, torch.bfloat16), (torch.bfloat16,), least_size=1 << 19),
         # The size is an estimate: below it, both wait for the host.

@@ -16,6 +16,7 @@ from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.ops.aggregate.numba_rows import convert
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import draw_key, draws_by_key
+from lightning_gnn.ops.library import is_traced
 from lightning_gnn.ops.products import multiplies_bfloat16
 
 PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter)  # exact types, without subclasses
@@ -80,16 +81,21 @@ def can_run(operator: str, tensors: Sequence[Any]) -> bool:
     # Exact types only: tensor subclasses (PyG's EdgeIndex, functorch wrappers) define their own behavior.
     if any(type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided for tensor in tensors):
         return False
-    if choose(operator, tensors[0]) is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
+    impl = choose(operator, tensors[0])
+    if impl is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() and not (impl.compiles and is_traced()):
+        return False
+    if torch._C._are_functorch_transforms_active():
         return False
     return not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def are_usable(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> bool:
     """Return whether weights are initialized and have one of the dtypes."""
-    return not any(nn.parameter.is_lazy(weight) for weight in weights) and all(w.dtype in dtypes for w in weights)
+    return not any(isinstance(weight, nn.UninitializedParameter) for weight in weights) and all(
+        w.dtype in dtypes for w in weights
+    )
 
 
 def can_fuse(
@@ -141,8 +147,8 @@ def fold_dropout(layer: nn.Module, norm: nn.Module, act: object, dropout: nn.Mod
 
 def is_prefix(target: Tensor, source: Tensor) -> bool:
     """Return whether ``target`` is the first rows of ``source``, also for autograd, as in a mini-batch."""
-    if target is source:
-        return True
+    if target is source or torch.compiler.is_compiling():  # compilers do not know where tensors begin
+        return target is source
     is_same = target.data_ptr() == source.data_ptr() and target.stride() == source.stride()
     if not is_same or target.size(1) != source.size(1) or target.size(0) > source.size(0):
         return False

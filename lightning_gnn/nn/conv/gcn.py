@@ -13,6 +13,7 @@ from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse
 from lightning_gnn.nn.conv.graph import aggregate_input, is_constant, is_graph, with_self_loops
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate_update.definition import update_by_edges
+from lightning_gnn.ops.aggregate_update.edge_order import kept
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.aggregate_update.sums_ahead import Norm, find_edges
 
@@ -80,10 +81,16 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
             return [sorted_edges[0][: num_targets + 1], *sorted_edges[1:]]
         dtype = torch.promote_types(x.dtype, torch.float32)  # multiply bfloat16 in float32
         norm = Norm(2.0 if self.improved else 1.0, self.add_self_loops, dtype)
-        if edge_weight is None and (known := find_edges(x, edge_index, num_targets, norm)) is not None:
+
+        def compute() -> list[Tensor]:
+            return order.gcn_edges(edge_index, num_nodes, num_targets, edge_weight, *norm)  # type: ignore[no-any-return]
+
+        if edge_weight is not None:
+            return compute()
+        if (known := find_edges(x, edge_index, num_targets, norm)) is not None:
             return known
-        edges: list[Tensor] = order.gcn_edges(edge_index, num_nodes, num_targets, edge_weight, *norm)
-        return edges
+        # Untrimmed layers on the same edges share the normalization.
+        return kept(edge_index, ("gcn", num_nodes, num_targets, *norm), compute)
 
     def _normalize(
         self, graph: CompressedGraph, edge_weight: Tensor | None, x: Tensor

@@ -1,6 +1,5 @@
 """Graph isomorphism layer for PyG's ``edge_index`` or a compressed graph."""
 
-import torch
 from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor
@@ -9,6 +8,7 @@ from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse, multiply
 from lightning_gnn.nn.conv.graph import REDUCE, check_inputs, is_graph
 from lightning_gnn.ops.aggregate.definition import REDUCES, aggregate
+from lightning_gnn.ops.aggregate_update.edge_order import target_edges
 from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 
 
@@ -35,7 +35,7 @@ class GINConv(pyg.GINConv):  # type: ignore[misc]
             reduce = check_inputs(self, edge_index, source, target=target)
             out = aggregate(edge_index, source, None, reduce)
         elif size is None and can_fuse(self, source, target, edge_index):
-            edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), target.size(0), None)
+            edges = target_edges(edge_index, source.size(0), target.size(0))
             out = aggregate_rows(source, edges, REDUCE[self.aggr])
         else:
             result: Tensor = super().forward(x, edge_index, size)

@@ -1,6 +1,5 @@
 """GraphSAGE layer for PyG's ``edge_index`` or a compressed graph."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import conv as pyg
@@ -12,6 +11,7 @@ from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse, is_prefix, multiply
 from lightning_gnn.nn.conv.graph import REDUCE, aggregate_input, is_constant, is_graph
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
+from lightning_gnn.ops.aggregate_update.edge_order import target_edges
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
 from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 
@@ -60,15 +60,22 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
             out = out + self.lin_r(target)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
-    def run_fused(self, source: Tensor, target: Tensor, edge_index: Tensor, then: ReluDropout | None = None) -> Tensor:
-        """Compute :meth:`forward` with fused operators, followed by ``then``."""
+    def run_fused(
+        self,
+        source: Tensor,
+        target: Tensor,
+        edge_index: Tensor,
+        then: ReluDropout | None = None,
+        is_first: bool = False,
+    ) -> Tensor:
+        """Compute :meth:`forward` with fused operators, followed by ``then``; ``is_first``: targets begin source."""
         if self.project and hasattr(self, "lin"):
-            source = multiply(self.lin, source).relu()
+            source, is_first = multiply(self.lin, source).relu(), False
         reduce, lin, num_targets = REDUCE[self.aggr], self.lin_l, target.size(0)
-        fuses_root = self.root_weight and reduce != "max" and is_prefix(target, source)
+        fuses_root = self.root_weight and reduce != "max" and (is_first or is_prefix(target, source))
         is_complete = fuses_root or not self.root_weight  # no product is left to add
         if reduce == "max":
-            edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), num_targets, None)
+            edges = target_edges(edge_index, source.size(0), num_targets)
             out = multiply(lin, aggregate_rows(source, edges, reduce))
         else:
             root = self.lin_r.weight if fuses_root else None

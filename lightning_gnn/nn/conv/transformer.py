@@ -12,6 +12,7 @@ from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn.conv.attention import draw_factor, multiply, without_autocast
 from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse
 from lightning_gnn.nn.conv.graph import check_inputs, is_graph
+from lightning_gnn.ops.aggregate_update.edge_order import target_edges
 from lightning_gnn.ops.attention.definition import attend_keys
 
 
@@ -52,7 +53,7 @@ class TransformerConv(pyg.TransformerConv):  # type: ignore[misc]
             plain = edge_attr is None and return_attention_weights is None
             if not plain or not can_fuse(self, source, target, edge_index):
                 return super().forward(x, edge_index, edge_attr, return_attention_weights)
-            edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), target.size(0), None)
+            edges = target_edges(edge_index, source.size(0), target.size(0))
             return self._attend(source, target, edges)
         if self.edge_dim is not None or return_attention_weights is not None or not hasattr(edge_index, "forward"):
             raise ValueError(

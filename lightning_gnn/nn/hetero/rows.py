@@ -44,7 +44,7 @@ def _concatenate(parts: list[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     is_plain = all(type(part) is Tensor and part.is_cpu and part.dtype == parts[0].dtype for part in parts)
-    if not is_plain or any(part.requires_grad for part in parts):
+    if not is_plain or any(part.requires_grad for part in parts) or torch.compiler.is_compiling():
         return torch.cat(parts)
     # Without huge pages, a third of the time of a step is spent on page faults here.
     rows, width = sum(part.size(0) for part in parts), parts[0].size(1)

@@ -112,7 +112,7 @@ def use_huge_pages(tensor: Tensor) -> Tensor:
 
 def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x.to(dtype)``; large rows without a gradient are written into huge pages, in a quarter of the time."""
-    if not x.is_cpu or x.dtype == dtype or x.requires_grad:
+    if not x.is_cpu or x.dtype == dtype or x.requires_grad or torch.compiler.is_compiling():
         return x.to(dtype)
     return use_huge_pages(torch.empty(x.shape, dtype=dtype)).copy_(x)
 

@@ -12,6 +12,7 @@ from lightning_gnn.ops.aggregate.numba_rows import convert
 from lightning_gnn.ops.aggregate_update import gcn_edges as aggregate_update_gcn_edges  # noqa: F401  defines the operator
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton  # noqa: F401  registers the backends
+from lightning_gnn.ops.aggregate_update.edge_order import target_edges
 from lightning_gnn.ops.aggregate_update.numba import aggregate_update as numba_update
 from lightning_gnn.ops.aggregate_update.numba import puts_own_rows_beside
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, Update
@@ -67,8 +68,10 @@ def aggregate_update(
     num_targets = x.size(0) if num_targets is None else num_targets
     _check(x, edge_index, weight, self_weight, bias, num_targets, reduce, edge_weight)
     edge_weight = None if edge_weight is None else edge_weight.detach().to(x.dtype)
-    edges = find_edges(x, edge_index, num_targets) if edge_weight is None else None
-    if edges is None:
+    if edge_weight is None:
+        known = find_edges(x, edge_index, num_targets)
+        edges = target_edges(edge_index, x.size(0), num_targets) if known is None else known
+    else:
         edges = torch.ops.lightning_gnn.edges_by_target(edge_index, x.size(0), num_targets, edge_weight)
     return update_by_edges(x, edges, weight, self_weight, bias, reduce == "mean", then)
 
@@ -172,8 +175,8 @@ def _run(call: Update, then: ReluDropout | None) -> Tensor:
         }
         with torch.autocast(device, enabled=False):
             out = _run(call._replace(**inputs), then)
-        # Under autocast, float32 is not rounded, because the next layer would widen it again.
-        return out if device == "cpu" and autocast and not is_narrow else out.to(dtype)
+        # Under autocast to bfloat16, float32 is not rounded, because the next layer would widen it again.
+        return out if autocast and not is_narrow and dtype == torch.bfloat16 else out.to(dtype)
     if then is not None:
         call = call._replace(p=then.p, key=mixed_key(then.key))
     x, weight = call.x, call.weight

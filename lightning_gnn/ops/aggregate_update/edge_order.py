@@ -2,9 +2,11 @@
 
 Sorted edges are a list: ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``, and weights ``[E]`` if given.
 The sort is stable. In a heterogeneous mini-batch, a target has one row per relation of its type, consecutively.
-On a device, edges that :func:`mark_sorted` knows are neither sorted nor checked.
+On a device, edges that :func:`mark_sorted` knows are neither sorted nor checked, and layers on the same tensor share
+one order by target and one by source (:func:`kept`).
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_gnn.ops.library import define, library
+from lightning_gnn.ops.library import define, is_traced, library
 
 SORTED, UNSORTED = -1, -2  # results of counting edges, unless it returns the number of an invalid edge
 
@@ -21,29 +23,87 @@ SORTED, UNSORTED = -1, -2  # results of counting edges, unless it returns the nu
 _sorted: Any = WeakTensorKeyDictionary()  # edge_index on a device -> its version when it was marked
 prepared: Any = WeakTensorKeyDictionary()
 """What was computed ahead for an ``edge_index``, and for views of its first edges."""
+_sorted_hops: Any = WeakTensorKeyDictionary()  # edge_index on a device -> its version, and the hops that are sorted
 
 
-def mark_sorted(edge_index: Tensor) -> None:
-    """Record that edges on a device are sorted by target and inside their mini-batch; writes cancel this."""
-    if not edge_index.is_cpu and not edge_index.is_inference():
+def mark_sorted(edge_index: Tensor, hops: Sequence[tuple[int, int]] | None = None) -> None:
+    """Record that edges on a device are sorted by target and inside their mini-batch; writes cancel this.
+
+    With ``hops``, the first edge of each and one past its last, it is only recorded of each hop alone.
+    """
+    if edge_index.is_cpu or edge_index.is_inference():
+        return
+    if hops is None:
         _sorted[edge_index] = edge_index._version
+    else:
+        _sorted_hops[edge_index] = edge_index._version, tuple(hops)
 
 
-def is_sorted(edge_index: Tensor) -> bool:
-    """Return whether edges are known to be sorted by target and inside their mini-batch, without a look at them."""
+def is_sorted(edge_index: Tensor, hop: tuple[int, int] | None = None) -> bool:
+    """Return whether edges, or those of a hop, are known to be sorted by target and inside their mini-batch."""
     if torch.compiler.is_compiling() or type(edge_index) is not Tensor or edge_index.is_inference():
         return False
-    return bool(_sorted.get(edge_index) == edge_index._version)
+    if _sorted.get(edge_index) == edge_index._version:
+        return True
+    version, hops = _sorted_hops.get(edge_index, (None, ())) if hop is not None else (None, ())
+    return version == edge_index._version and hop in hops
 
 
 def first_edges(edge_index: Tensor, stop: int, start: int = 0) -> Tensor:
-    """Return edges ``start`` to ``stop`` as a view, which is known to be sorted if all are."""
+    """Return edges ``start`` to ``stop`` as a view (compiled: a copy), known to be sorted if all or this hop's are."""
+    if is_traced():  # the operator sees the tensor that may be known
+        if start == 0 and stop == edge_index.size(1):
+            return edge_index
+        return torch.ops.lightning_gnn.first_edges(edge_index, stop, start)  # type: ignore[no-any-return]
+    return _first_edges(edge_index, stop, start)
+
+
+def _first_edges(edge_index: Tensor, stop: int, start: int, copies: bool = False) -> Tensor:
     part = edge_index[:, start:stop]
-    if is_sorted(edge_index):
+    part = part.clone() if copies else part
+    if is_sorted(edge_index, (start, stop)):
         mark_sorted(part)
     if start == 0 and (found := prepared.get(edge_index)) is not None:
         prepared[part] = found
     return part
+
+
+_kept: Any = WeakTensorKeyDictionary()  # edges on a device -> their version, and what was computed from them
+
+
+def kept(edges: Tensor, what: tuple[Any, ...], compute: Callable[[], list[Tensor]], *others: Tensor) -> list[Tensor]:
+    """Return ``compute()``, or for unchanged edges on a device the result of an earlier call, with the same others.
+
+    Results must not be written. Nothing is kept in CUDA graphs, whose edges change without a trace.
+    """
+    if not _can_keep(edges):
+        return compute()
+    version, results = _kept.get(edges, (None, {}))
+    if version != edges._version:
+        results = {}
+        _kept[edges] = (edges._version, results)
+    given, result = results.get(what, ((), None))
+    if result is None or any(one is not other for one, other in zip(given, others, strict=True)):
+        with torch.inference_mode(False):  # training may follow
+            result = compute()
+        results[what] = others, result
+    return result  # type: ignore[no-any-return]
+
+
+def _can_keep(edges: Tensor) -> bool:
+    # Compilers may write into what an operator returns.
+    if torch.compiler.is_compiling() or edges.is_cpu or type(edges) is not Tensor or edges.is_inference():
+        return False
+    return not edges.is_cuda or not torch.cuda.is_current_stream_capturing()
+
+
+def target_edges(edge_index: Tensor, num_sources: int, num_targets: int) -> list[Tensor]:
+    """Return the edges ``[2, E]`` sorted by target, once for all layers on the same tensor."""
+
+    def compute() -> list[Tensor]:
+        return torch.ops.lightning_gnn.edges_by_target(edge_index, num_sources, num_targets, None)  # type: ignore[no-any-return]
+
+    return kept(edge_index, ("target", num_sources, num_targets), compute)
 
 
 def edges_by_target(edge_index: Tensor, num_sources: int, num_targets: int, edge_weight: Tensor | None) -> list[Tensor]:
@@ -84,13 +144,20 @@ def relation_edges(
         if not is_sorted(edges):
             _check(edges, sources, targets)
         moved.append(torch.stack([edges[0] + source, edges[1] * step + row]))
-    target, order = torch.sort(torch.cat([edges[1] for edges in moved]), stable=True)
+    keys = torch.cat([edges[1] for edges in moved])
+    target, order = torch.sort(keys.to(torch.int32) if num_rows < 2**31 else keys, stable=True)  # half of the digits
     source_rows = torch.cat([edges[0] for edges in moved])[order].to(torch.int32)
-    return [torch.searchsorted(target, torch.arange(num_rows + 1, device=target.device)), source_rows]
+    rows = torch.arange(num_rows + 1, device=target.device, dtype=target.dtype)
+    return [torch.searchsorted(target, rows), source_rows]
 
 
 def edges_by_source(edges: list[Tensor], num_sources: int) -> list[Tensor]:
-    """Sort target-sorted edges by source with torch's own operators."""
+    """Sort target-sorted edges by source with torch's own operators, the same tensors once."""
+    indptr, indices, *weight = edges
+    return kept(indices, ("source", num_sources), lambda: _edges_by_source(edges, num_sources), indptr, *weight)
+
+
+def _edges_by_source(edges: list[Tensor], num_sources: int) -> list[Tensor]:
     indptr, indices, *weight = edges
     target = torch.repeat_interleave(indptr.diff(), output_size=indices.numel())
     source, order = torch.sort(indices, stable=True)
@@ -109,15 +176,20 @@ def first_rows(edges: list[Tensor], count: int, num_edges: int | None = None) ->
 
 
 define(
-    "edges_by_target(Tensor edge_index, int num_sources, int num_targets, Tensor? edge_weight) -> Tensor[]",
+    "edges_by_target(Tensor edge_index, SymInt num_sources, SymInt num_targets, Tensor? edge_weight) -> Tensor[]",
     edges_by_target,
 )
 define(
-    "relation_edges(Tensor[] edge_indices, int[] num_sources, int[] num_targets, int[] first_source, int[] first_row,"
-    " int[] stride, int num_rows) -> Tensor[]",
+    "relation_edges(Tensor[] edge_indices, SymInt[] num_sources, SymInt[] num_targets, SymInt[] first_source,"
+    " SymInt[] first_row, int[] stride, SymInt num_rows) -> Tensor[]",
     relation_edges,
 )
-define("edges_by_source(Tensor[] edges, int num_sources) -> Tensor[]", edges_by_source)
+define(
+    "first_edges(Tensor edge_index, SymInt stop, SymInt start) -> Tensor",
+    lambda edge_index, stop, start: _first_edges(edge_index, stop, start, copies=True),
+    lambda edge_index, stop, start: edge_index.new_empty(2, stop - start),
+)
+define("edges_by_source(Tensor[] edges, SymInt num_sources) -> Tensor[]", edges_by_source)
 
 
 @torch.library.impl(library, "edges_by_target", "CPU")
@@ -174,9 +246,10 @@ def check_inside(status: int, source: np.ndarray, target: np.ndarray, num_source
 @torch.library.impl(library, "edges_by_source", "CPU")
 def _by_source_cpu(edges: list[Tensor], num_sources: int) -> list[Tensor]:
     indptr, indices = edges[0].numpy(), edges[1].numpy()
-    pointers, targets = np.zeros(num_sources + 1, np.int64), np.empty(indices.size, np.int32)
+    count = indptr.item(-1)
+    pointers, targets = np.zeros(num_sources + 1, np.int64), np.empty(count, np.int32)
     source_weight = edges[2].contiguous() if len(edges) > 2 else torch.empty(0)
-    weight = torch.empty_like(source_weight)
+    weight = torch.empty_like(source_weight if source_weight.numel() <= count else source_weight[:count])
     # Weights are moved as integers of the same size, because NumPy lacks bfloat16.
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[source_weight.element_size()]
     _transpose(indptr, indices, source_weight.view(bits).numpy(), pointers, targets, weight.view(bits).numpy())
@@ -233,8 +306,8 @@ def _transpose(
     indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, pointers: np.ndarray, targets: np.ndarray,
     weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """Sort edges by source in two passes, a counting sort."""
-    for e in range(indices.size):
+    """Sort edges by source in two passes, a counting sort; entries behind those of the last row are not edges."""
+    for e in range(targets.size):
         pointers[indices[e] + 1] += 1
     next_slot = _cumulate(pointers)
     # Targets are visited in order, so the sort is stable.

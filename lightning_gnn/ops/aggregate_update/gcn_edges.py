@@ -53,7 +53,7 @@ def gcn_edges(
 
 
 define(
-    "gcn_edges(Tensor edge_index, int num_nodes, int num_targets, Tensor? edge_weight, float loop_weight,"
+    "gcn_edges(Tensor edge_index, SymInt num_nodes, SymInt num_targets, Tensor? edge_weight, float loop_weight,"
     " bool add_self_loops, ScalarType dtype) -> Tensor[]",
     gcn_edges,
 )
@@ -72,7 +72,8 @@ def _gcn_edges_cpu(
     loops = torch.full((num_nodes if add_self_loops else 0,), 1.0 if edge_weight is None else loop_weight, dtype=dtype)
     indptr = np.zeros(num_targets + 1, np.int64)
     _measure(rows, source, values, loops.numpy(), scale, indptr)
-    indices, weights = np.empty(int(indptr[-1]), np.int32), torch.empty(int(indptr[-1]), dtype=dtype)
+    size = source.size + num_targets * add_self_loops  # as gcn_edges, with unused entries behind those of the targets
+    indices, weights = np.empty(size, np.int32), torch.empty(size, dtype=dtype)
     _normalize(rows, source, values, loops.numpy(), scale, indptr, indices, weights.numpy())
     return [torch.from_numpy(indptr), torch.from_numpy(indices), weights]
 
@@ -84,7 +85,7 @@ def _measure(
     """Write ``1 / sqrt(degree)`` of each node, the weights of existing self-loops, and the offsets of the targets."""
     looped, one = loops.size > 0, scale.dtype.type(1)
     for t in range(scale.size):
-        degree, count = scale.dtype.type(0), np.int64(looped)
+        degree = scale.dtype.type(0)
         for e in range(rows[t], rows[t + 1]):
             value = weight[e] if weight.size else one
             if looped and source[e] == t:
@@ -92,12 +93,11 @@ def _measure(
                     loops[t] = value
                 continue
             degree += value
-            count += 1
         if looped:
             degree += loops[t]
         scale[t] = one / np.sqrt(degree) if degree != 0 else 0
         if t + 1 < indptr.size:
-            indptr[t + 1] = indptr[t] + count
+            indptr[t + 1] = rows[t + 1] + (t + 1) * looped
 
 
 @numba.njit(nogil=True, cache=True)
@@ -105,17 +105,18 @@ def _normalize(
     rows: np.ndarray, source: np.ndarray, weight: np.ndarray, loops: np.ndarray, scale: np.ndarray,
     indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the entries of the targets."""
+    """Write the entries of the targets, and zeros behind them."""
     looped, at = loops.size > 0, 0
     for t in range(indptr.size - 1):
         own = scale[t]
         for e in range(rows[t], rows[t + 1]):
             s = source[e]
-            if not (looped and s == t):
-                indices[at] = s
-                weights[at] = (scale[s] * weight[e] if weight.size else scale[s]) * own
-                at += 1
+            indices[at] = s
+            weights[at] = 0 if looped and s == t else (scale[s] * weight[e] if weight.size else scale[s]) * own
+            at += 1
         if looped:
             indices[at] = t
             weights[at] = own * loops[t] * own
             at += 1
+    indices[at:] = 0
+    weights[at:] = 0

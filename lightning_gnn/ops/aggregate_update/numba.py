@@ -117,8 +117,7 @@ def _detach_inputs(call: Update) -> tuple[Tensor, Tensor, Tensor | None, Tensor 
 
 def puts_own_rows_beside(call: Update) -> bool:
     """Return whether ``[sums | own rows]`` takes one product with ``[W | S]``, which is faster in bfloat16 only."""
-    is_narrow = call.x.dtype == torch.bfloat16 and call.aggregate_first
-    return is_narrow and call.self_weight is not None and call.relations == [1] and call.own[0] >= 0
+    return call.x.dtype == torch.bfloat16 and call.aggregate_first and call.has_own
 
 
 class _SortedEdges:

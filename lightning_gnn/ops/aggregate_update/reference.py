@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_gnn.ops.aggregate_update import edge_order  # noqa: F401  defines the operators that sort edges
 from lightning_gnn.ops.dropout import row_dropout, row_dropout_torch
-from lightning_gnn.ops.library import define, library
+from lightning_gnn.ops.library import define, library, runs_triton
 
 Sums = Callable[[list[Tensor], Tensor, bool], Tensor]  # (edges, x, mean) to the aggregated rows of x
 
@@ -66,14 +66,14 @@ class Group(NamedTuple):
 
 
 def split_relations(groups: list[Group], gradients: list[Tensor], weight: Tensor) -> Tensor:
-    """Split gradients of :meth:`Group.concatenate_weights` by relation, ``[R, out, in]`` as ``weight``."""
+    """Split gradients of :meth:`Group.concatenate_weights` by relation, contiguous ``[R, out, in]`` as ``weight``."""
     by_group = [
         gradient.unsqueeze(0)
         if group.num_relations == 1
         else gradient.view(weight.size(1), group.num_relations, weight.size(2)).transpose(0, 1)
         for group, gradient in zip(groups, gradients, strict=True)
     ]
-    return by_group[0] if len(by_group) == 1 else torch.cat(by_group)
+    return by_group[0].contiguous() if len(by_group) == 1 else torch.cat(by_group)
 
 
 def iterate_groups(targets: list[int], relations: list[int], own: list[int]) -> Iterator[Group]:
@@ -104,6 +104,11 @@ class Update(NamedTuple):
     def groups(self) -> list[Group]:
         """The targets of each node type."""
         return list(iterate_groups(self.targets, self.relations, self.own))
+
+    @property
+    def has_own(self) -> bool:
+        """Whether own rows may be copied beside the aggregated ones, so that one product takes both."""
+        return self.relations == [1] and self.self_weight is not None and self.own[0] >= 0
 
 
 def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
@@ -198,20 +203,39 @@ def divide_by_degree(edges: list[Tensor], rows: Tensor, mean: bool) -> Tensor:
 
 def register(device: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
     """Register a device's functions, which take an :class:`Update` and each operator's remaining arguments."""
-    size = len(Update._fields)
     for name, function in (("aggregate_update", forward), ("aggregate_update_backward", backward)):
-        library.impl(name, lambda *given, run=function: run(Update(*given[:size]), *given[size:]), device)  # type: ignore[no-untyped-call]
+        library.impl(name, _from_arguments(function), device)  # type: ignore[no-untyped-call]
+
+
+def _from_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    size = len(Update._fields)
+    return lambda *given: function(Update(*given[:size]), *given[size:])
+
+
+def _shapes(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
+    x, out = call.x, call.x.new_empty(sum(call.targets), call.weight.size(1))
+    beside = call.has_own and (x.dtype == torch.bfloat16 if x.is_cpu else runs_triton(x.device))
+    return out, x.new_empty((call.edges[0].numel() - 1, x.size(1) * (1 + beside)) if keep else 0)
+
+
+def _backward_shapes(call: Update, *others: Any) -> list[Tensor]:
+    # A CPU sums the gradients of bfloat16 parameters in float32.
+    narrow = call.x.is_cpu and call.x.dtype == torch.bfloat16
+    wanted = zip(call[1:5], others[-1], strict=True)
+    grads = [call.x.new_empty(0 if one is None or not want else one.shape) for one, want in wanted]
+    return [grads[0], *(grad.float() if narrow and grad.numel() else grad for grad in grads[1:])]
 
 
 aggregate_update = partial(update, sums)
 aggregate_update_backward = partial(update_backward, sums)
 _UPDATE = (
-    "Tensor[] edges, Tensor x, Tensor weight, Tensor? self_weight, Tensor? bias, int[] targets, int[] relations,"
-    " int[] own, bool mean, bool aggregate_first, float? p, int key"
+    "Tensor[] edges, Tensor x, Tensor weight, Tensor? self_weight, Tensor? bias, SymInt[] targets, int[] relations,"
+    " SymInt[] own, bool mean, bool aggregate_first, float? p, int key"
 )
-define(f"aggregate_update({_UPDATE}, bool keep) -> (Tensor, Tensor)", None)
+define(f"aggregate_update({_UPDATE}, bool keep) -> (Tensor, Tensor)", None, _from_arguments(_shapes))
 define(
     f"aggregate_update_backward({_UPDATE}, Tensor grad, Tensor? aggregated, Tensor? result, bool[] wanted) -> Tensor[]",
     None,
+    _from_arguments(_backward_shapes),
 )
 register("CompositeExplicitAutograd", aggregate_update, aggregate_update_backward)

@@ -91,10 +91,17 @@ def _aggregate_torch(edges: list[Tensor], x: Tensor, reduce: str) -> Tensor:
     return out.masked_fill((indptr.diff() == 0).unsqueeze(1), 0)
 
 
-define("aggregate_rows(Tensor[] edges, Tensor x, str reduce) -> (Tensor, Tensor)", None)
+def _shapes(edges: list[Tensor], x: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
+    out = x.new_empty(edges[0].numel() - 1, x.size(1))
+    dtype = x.dtype if x.is_cpu else torch.int32
+    return out, torch.empty_like(out, dtype=dtype) if reduce == "max" else out.new_empty(0)
+
+
+define("aggregate_rows(Tensor[] edges, Tensor x, str reduce) -> (Tensor, Tensor)", None, _shapes)
 define(
     "aggregate_rows_backward(Tensor[] edges, Tensor grad, Tensor x, Tensor? out, Tensor? ties, str reduce) -> Tensor",
     None,
+    lambda edges, grad, x, *_: x.new_empty(x.shape),
 )
 
 

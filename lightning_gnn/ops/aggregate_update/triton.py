@@ -26,7 +26,7 @@ def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
         _sum(call.edges, x @ weight[0].t(), out, call.mean, own)
         return _activate(call, out), x.new_empty(0)
     # One launch sums the edges of all relations.
-    beside = _has_own_beside(call)
+    beside = call.has_own
     aggregated = x.new_empty(call.edges[0].numel() - 1, x.size(1) * (1 + beside))
     _sum(call.edges, x, aggregated, call.mean, x[call.own[0] :] if beside else None, beside)
     for group in call.groups:
@@ -51,7 +51,7 @@ def aggregate_update_backward(
     wants_x, wants_weight, wants_self, wants_bias = wanted
     if result is not None:
         grad = relu_dropout_backward(grad, result, call.p or 0.0)
-    empty, columns, beside = x.new_empty(0), x.size(1), call.aggregate_first and _has_own_beside(call)
+    empty, columns, beside = x.new_empty(0), x.size(1), call.aggregate_first and call.has_own
     grad_x, grad_weight = empty, empty
     grad_self = torch.zeros_like(self_weight) if wants_self and self_weight is not None else empty
     grad_bias = weight.new_empty(len(call.targets), weight.size(1)) if wants_bias else empty
@@ -72,7 +72,7 @@ def aggregate_update_backward(
     if beside and by_group:
         both = by_group.pop()
         by_group.append(both[:, :columns])
-        grad_self = both[:, columns:].unsqueeze(0) if wants_self else grad_self
+        grad_self = both[:, columns:].contiguous().unsqueeze(0) if wants_self else grad_self
     if by_group:
         grad_weight = split_relations(call.groups, by_group, weight)
     # Sum over the out-edges of each source.
@@ -147,11 +147,6 @@ def _pack(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _has_own_beside(call: Update) -> bool:
-    """Return whether own rows are copied beside the sums, so that one product takes both."""
-    return call.relations == [1] and call.self_weight is not None and call.own[0] >= 0
-
-
 def _sides(group: Group, aggregated: Tensor) -> Tensor:
     """View the aggregated rows of a node type as the left side of its product, ``[targets, relations * columns]``."""
     return aggregated[group.rows(group.targets)].view(group.num_targets, group.num_relations * aggregated.size(1))
@@ -160,7 +155,7 @@ def _sides(group: Group, aggregated: Tensor) -> Tensor:
 def _weights(call: Update, group: Group) -> Tensor:
     """Concatenate a node type's weights, ``[out, relations * in]``, and its own ones if own rows are beside sums."""
     weights = group.concatenate_weights(call.weight)
-    if call.self_weight is None or not _has_own_beside(call):
+    if call.self_weight is None or not call.has_own:
         return weights
     return torch.cat([weights, call.self_weight[0]], 1)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_gnn.ops.aggregate_update import edge_order  # noqa: F401  defines the operators that sort edges
 from lightning_gnn.ops.attention import numba, reference, triton
 from lightning_gnn.ops.attention.reference import Attend, Layout
-from lightning_gnn.ops.library import Context, check_shapes, differentiable_gradients, runs_triton
+from lightning_gnn.ops.library import Context, check_shapes, define, differentiable_gradients, runs_triton
 
 
 def attend(
@@ -72,7 +72,8 @@ def attend_keys(
 
 def with_self_loops(edges: list[Tensor], num_sources: int) -> list[Tensor]:
     """Return edges sorted by target in which each target that is a source ends with exactly one self-loop."""
-    backend = _backend(edges[0].device) or triton
+    # The CPU's own leaves no unused entries, so that its number of edges is known only at run time.
+    backend = (not torch.compiler.is_compiling() and _backend(edges[0].device)) or triton
     looped: list[Tensor] = backend.with_self_loops(edges, min(num_sources, edges[0].numel() - 1))
     return looped
 
@@ -115,7 +116,8 @@ class _Attend(torch.autograd.Function):
         call: Attend,
         with_mass: bool,
     ) -> tuple[Tensor, Tensor]:
-        out, mass, *saved = _backend(values.device).attend(call, ctx.needs_input_grad[3], with_mass)
+        attend = _attend_in_graph if torch.compiler.is_compiling() else _backend(values.device).attend
+        out, mass, *saved = attend(call, ctx.needs_input_grad[3], with_mass)
         ctx.rest = call.layout, call.slope, call.dynamic
         ctx.save_for_backward(*call[1:5], keys, call.factor, *saved, *call.edges)
         return out, mass
@@ -133,12 +135,93 @@ class _Attend(torch.autograd.Function):
 
             grads = differentiable_gradients(compute, [*inputs, keys], wanted, [grad, grad_mass])
         else:
-            out_grads = grad.contiguous(), grad_mass.contiguous()
-            grads = _backend(grad.device).attend_backward(call, *out_grads, (first, second, third), [*wanted])
+            run = _differentiate_in_graph if torch.compiler.is_compiling() else _backend(grad.device).attend_backward
+            grads = run(call, grad.contiguous(), grad_mass.contiguous(), (first, second, third), [*wanted])
         return *grads, None, None
 
 
 _with_autograd: Callable[..., tuple[Tensor, Tensor]] = _Attend.apply
+
+
+# Compilers call operators, which take and return tensors, none of them twice; otherwise, they would only cost time.
+def _attend_in_graph(call: Attend, keep: bool, with_mass: bool) -> tuple[Tensor, ...]:
+    out, mass, *saved = torch.ops.lightning_gnn.attend(*_to_arguments(call), keep, with_mass)
+    saved[0] = out if call.weight is None else saved[0]
+    saved[1] = saved[1] if call.values.is_cpu else mass
+    return out, mass, *saved
+
+
+def _differentiate_in_graph(
+    call: Attend, grad: Tensor, grad_mass: Tensor, saved: tuple[Tensor, ...], wanted: list[bool]
+) -> list[Tensor | None]:
+    grads = torch.ops.lightning_gnn.attend_backward(*_to_arguments(call), grad, grad_mass, [*saved], wanted)
+    return [part if want else None for part, want in zip(grads, wanted, strict=True)]
+
+
+def _to_arguments(call: Attend) -> tuple[Any, ...]:
+    return *call[:6], *call.layout, *call[7:]
+
+
+def _from_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*given: Any) -> Any:
+        *inputs, targets, relations, across, slope, dynamic, keys = given[:12]
+        layout = Layout(targets, relations, across)
+        return function(Attend._make([*inputs, layout, slope, dynamic, keys]), *given[12:])
+
+    return run
+
+
+def _attend_by_device(call: Attend, keep: bool, with_mass: bool) -> list[Tensor]:
+    out, mass, *saved = _backend(call.values.device).attend(call, keep, with_mass)
+    return [out, mass, *(out.new_empty(0) if part is None or part is out or part is mass else part for part in saved)]
+
+
+def _differentiate_by_device(
+    call: Attend, grad: Tensor, grad_mass: Tensor, saved: list[Tensor], wanted: list[bool]
+) -> list[Tensor]:
+    grads = _backend(grad.device).attend_backward(call, grad, grad_mass, tuple(saved), wanted)
+    return [grad.new_empty(0) if part is None else part.contiguous() for part in grads]
+
+
+def _shapes(call: Attend, keep: bool, with_mass: bool) -> list[Tensor]:
+    values, weight, num_rows = call.values, call.weight, call.layout.num_rows
+    wide = torch.promote_types(values.dtype, torch.float32)
+    _, heads, channels = call.side.shape
+    columns = heads * (channels if weight is None else weight.size(2))
+    keeps = weight is not None and (keep or not values.is_cpu)
+    shapes = (
+        (num_rows if weight is None else sum(call.layout.targets), columns),
+        (num_rows, heads) if with_mass else 0,
+        (num_rows, heads * channels) if keeps else 0,
+        (call.edges[1].numel(), heads) if values.is_cpu else 0,  # attention
+        (call.edges[1].numel() if values.is_cpu else num_rows, heads),  # signed attention, or logarithms
+    )
+    # On a CPU, all but rows of columns are float32 or wider.
+    wider = (1, 3, 4) if values.is_cpu else (4,)
+    return [values.new_empty(shape, dtype=wide if i in wider else values.dtype) for i, shape in enumerate(shapes)]
+
+
+def _backward_shapes(call: Attend, grad: Tensor, grad_mass: Tensor, saved: object, wanted: list[bool]) -> list[Tensor]:
+    wide = torch.promote_types(grad.dtype, torch.float32) if grad.is_cpu else grad.dtype
+    dtypes = grad.dtype, wide, wide, wide, grad.dtype
+    given = zip((*call[1:5], call.keys), wanted, dtypes, strict=True)
+    return [grad.new_empty(0 if one is None or not want else one.shape, dtype=dtype) for one, want, dtype in given]
+
+
+_ATTEND = (
+    "Tensor[] edges, Tensor values, Tensor side, Tensor shift, Tensor? weight, Tensor? factor, SymInt[] targets,"
+    " int[] relations, bool across, float slope, bool dynamic, Tensor? keys"
+)
+define(
+    f"attend({_ATTEND}, bool keep, bool with_mass) -> Tensor[]",
+    _from_arguments(_attend_by_device),
+    _from_arguments(_shapes),
+)
+define(
+    f"attend_backward({_ATTEND}, Tensor grad, Tensor grad_mass, Tensor[] saved, bool[] wanted) -> Tensor[]",
+    _from_arguments(_differentiate_by_device),
+    _from_arguments(_backward_shapes),
+)
 
 
 def _check(call: Attend) -> None:
@@ -148,7 +231,8 @@ def _check(call: Attend) -> None:
             f"side must be [sides, heads, channels], but is {list(side.shape)}, and weight [relations, heads, out, "
             "channels]; dynamic attention scores values that are already multiplied, so its weight must be None"
         )
-    dtypes = (_backend(values.device) or numba).DTYPES
+    backend = _backend(values.device) or numba
+    dtypes = backend.DTYPES
     if values.dtype not in dtypes:
         raise TypeError(f"values must be {' or '.join(str(d)[6:] for d in dtypes)}, but is {values.dtype}")
     heads, channels = side.shape[1:]
@@ -165,9 +249,9 @@ def _check(call: Attend) -> None:
     check_shapes(shapes)
     # float16 and bfloat16 would round the factors of dropout; a CPU only reads and multiplies bfloat16.
     wide = torch.promote_types(values.dtype, torch.float32)
-    wider = ("factor", "side", "shift", "weight") if values.is_cpu else ("factor",)
+    wider = ("factor", "side", "shift", "weight") if backend is numba else ("factor",)
     for name, (tensor, _) in shapes.items():
         if tensor is not None and tensor.dtype not in (values.dtype, wide if name in wider else values.dtype):
             raise TypeError(f"{name} is {tensor.dtype}, but values is {values.dtype}; convert one of them")
-    if values.is_cpu and values.dtype == torch.bfloat16 and call.keys is not None:
+    if backend is numba and values.dtype == torch.bfloat16 and call.keys is not None:
         raise TypeError("keys and values are bfloat16, which dot-product attention on a CPU does not support")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate.triton import _current_device
+from lightning_gnn.ops.aggregate_update.edge_order import kept
 from lightning_gnn.ops.aggregate_update.reference import Group
 from lightning_gnn.ops.attention.reference import Attend, Layout
 
@@ -25,7 +26,12 @@ def with_self_loops(edges: list[Tensor], num_loops: int) -> list[Tensor]:
     """Replace all self-loops by one, the last edge, for each of the first ``num_loops`` targets.
 
     The number of edges stays on the device: ``indices`` has an unused entry, -1, for each self-loop that was there.
+    Layers on the same tensors share the result.
     """
+    return kept(edges[1], ("loops", num_loops), lambda: _with_self_loops(edges, num_loops), edges[0])
+
+
+def _with_self_loops(edges: list[Tensor], num_loops: int) -> list[Tensor]:
     indptr, indices = edges
     num_edges, num_rows = indices.numel(), indptr.numel() - 1
     rows = _row_of(indptr, torch.arange(num_edges, device=indptr.device))
@@ -155,6 +161,10 @@ def _row_of(indptr: Tensor, entries: Tensor) -> Tensor:
 
 def _by_source(edges: list[Tensor], num_sources: int) -> list[Tensor]:
     """Return ``indptr`` of the edges sorted by source, and each entry's row and edge; unused entries come first."""
-    keys, order = torch.sort(edges[1], stable=True)
-    sources = torch.arange(num_sources + 1, dtype=keys.dtype, device=keys.device)
-    return [torch.searchsorted(keys, sources), _row_of(edges[0], order), order]
+
+    def compute() -> list[Tensor]:
+        keys, order = torch.sort(edges[1], stable=True)
+        sources = torch.arange(num_sources + 1, dtype=keys.dtype, device=keys.device)
+        return [torch.searchsorted(keys, sources), _row_of(edges[0], order), order]
+
+    return kept(edges[1], ("entries by source", num_sources), compute, edges[0])
