@@ -353,9 +353,9 @@ def bounds(args: Any, limits: MachineLimits, rows: Rows) -> dict[str, Any]:
     torch.set_num_threads(1)
     batches, times = iter(datamodule.train_dataloader()), list[float]()
     batch, start = next(batches), time.perf_counter()
-    while (following := next(batches, None)) is not None:
+    while next(batches, None) is not None:
         times.append(1e3 * (time.perf_counter() - start))
-        batch, start = following, time.perf_counter()
+        start = time.perf_counter()
     count = math.ceil(args.train_nodes / args.batch_size)
     found = {}
     for model in dict.fromkeys(row["model"] for row in rows):
