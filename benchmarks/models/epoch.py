@@ -145,10 +145,10 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
 def _tried(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> float:
     """Return seconds per mini-batch, infinite if it fails."""
     torch.set_num_threads(spec["torch_threads"])
-    clock = TimedBatches()
+    clock, batches = TimedBatches(), TRIAL_BATCHES[spec["library"]]
     try:
         model, datamodule = make(data, seeds, spec)
-        trainer(spec, max_epochs=1, limit_train_batches=TRIAL_BATCHES[spec["library"]], callbacks=[clock]).fit(model, datamodule)
+        trainer(spec, max_epochs=1, limit_train_batches=batches, callbacks=[clock]).fit(model, datamodule)
     except Exception as error:
         print(f"{spec['library']}, {spec['model']}, {_named(spec)}: {type(error).__name__}: {error}")
         return math.inf
