@@ -179,7 +179,7 @@ class Chosen:
             best = min((best, self._best(others) if others else best), key=lambda each: self.tried[_named(each)])
         self.runs = math.isfinite(self.tried[_named(best)])
         self.name = f"{name}, {_named(best)}" if self.runs else name
-        self._begin = {**best, "rounds": rounds}
+        self._begin = {**best, "rounds": rounds + 1}  # a process that ends would disturb the turns of others
 
     def _best(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         for choice in choices:

@@ -196,7 +196,7 @@ def run(sizes: dict[str, int], runs: int, only: str = "") -> Rows:
             process = contestants[name] = Isolated(contestant, {**sizes, **spec}, runs + 1)
             tried[name] = [process(choice) for choice in choices]
             best = choices[min(range(len(choices)), key=tried[name].__getitem__)]
-            process({**best, "rounds": runs + 1})
+            process({**best, "rounds": runs + 2})  # a process that ends would disturb the turns of others
             found[name] = best
         rows = measure(contestants, runs)
     finally:
