@@ -104,6 +104,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.sampling.minibatch $(ARGS)
 	$(BIN)/python -m benchmarks.sampling.negatives $(ARGS)
 	$(BIN)/python -m benchmarks.models.epoch $(ARGS)
+	$(BIN)/python -m benchmarks.models.sums_ahead $(ARGS)
 	$(BIN)/python -m benchmarks.models.typed_epoch $(ARGS)
 	$(BIN)/python -m benchmarks.models.time_to_accuracy $(ARGS)
 	$(BIN)/python -m benchmarks.data.several_machines $(ARGS)

@@ -25,7 +25,7 @@ TOPICS = {
     "Sampling, CPU": ("sampling", "typed_sampling"),
     "Mini-batches, CPU": ("minibatch",),
     "Features on disk, CPU": ("disk",),
-    "Training, CPU": ("epoch", "typed_epoch", "time_to_accuracy", "labor"),
+    "Training, CPU": ("epoch", "sums_ahead", "typed_epoch", "time_to_accuracy", "labor"),
     "Aggregation, CPU": ("aggregate", "aggregate_update"),
     "Full graphs, CPU": ("full_graph",),
     "Collective batching, simulated": ("collective",),

@@ -6,9 +6,9 @@ apply automatically. Each contestant has its own process. A few mini-batches det
 torch's threads, and for PyG the edge format (a tensor, ``EdgeIndex``, ``SparseTensor``, Intel's extension); the rounds
 use the best setting. The figure is seconds per epoch, and before it milliseconds per step: the same prepared mini-batch
 trained several times on one thread. All but PyG's untrimmed variant also run in bf16-mixed (ours and GraphBolt with
-features in bfloat16). GraphSAGE and GCN also run with the first layer's sums computed ahead (``sums_ahead=True``). The
-untrimmed variant, the slowest, is measured against ours in a few separate rounds. GraphBolt trains GraphSAGE of DGL's
-layers on its blocks in a plain loop, without a Trainer, in its own environment (``benchmarks.graphbolt``).
+features in bfloat16). The untrimmed variant, the slowest, is measured against ours in a few separate rounds. GraphBolt
+trains GraphSAGE of DGL's layers on its blocks in a plain loop, without a Trainer, in its own environment
+(``benchmarks.graphbolt``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ MODELS = {"SAGE": (GraphSAGE, {}), "GCN": (GCN, {}), "GAT": (GAT, {"heads": 4})}
 NARROW = ", bf16-mixed"
 PRECISIONS: dict[str, dict[str, Any]] = {"": {}, NARROW: {"precision": "bf16-mixed", "feature_dtype": "bfloat16"}}
 """Options by the suffix of the name."""
-AHEAD = ", sums ahead"
 STEP = ", step"
 """Suffix of the names of rows of steps."""
 STEPS = 4
@@ -72,8 +71,6 @@ TARGETS = {"SAGE": (16.0, 11.0), "GCN": (None, 8.0), "GAT": (None, 5.0)}
 def contestants(model: str) -> dict[str, dict[str, Any]]:
     """Return the available contestants, by name."""
     ours = {f"ours, {model}{suffix}": {"library": "ours", **options} for suffix, options in PRECISIONS.items()}
-    if model != "GAT":
-        ours |= {name + AHEAD: {**spec, "sums_ahead": True} for name, spec in ours.items()}
     trimmed = {
         f"PyG, {model}, trimmed{suffix}": {"library": "pyg", "trim": True, **options}
         for suffix, options in PRECISIONS.items()
@@ -226,11 +223,7 @@ def _measured(specs: dict[str, dict[str, Any]], runs: int, others: dict[str, Any
     """Choose settings, and measure the best ones in turns: steps, then epochs, each with ``others``' ones."""
     with _chosen(specs, runs + 1) as found:
         # A clock of the host does not measure a GPU's steps.
-        timed = {
-            name + STEP: each
-            for name, each in zip(specs, found, strict=True)
-            if specs[name]["device"] == "cpu" and AHEAD not in name
-        }
+        timed = {name + STEP: each for name, each in zip(specs, found, strict=True) if specs[name]["device"] == "cpu"}
         stepped = measure({**{name: each.step if each.runs else None for name, each in timed.items()}, **steps}, runs)
         rows = measure({**{each.name: each if each.runs else None for each in found}, **others}, runs)
         for row in rows[len(found) :]:
@@ -326,10 +319,6 @@ def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, 
                 (f"{model}{NARROW}, against GraphBolt in float32", (low,), bolt[:1]),
                 (f"{model}{NARROW}, against GraphBolt in bf16-mixed", (low,), bolt[1:]),
             ]
-        for name in (own, low):
-            what = f"{label}, {name.removeprefix('ours, ')}{AHEAD}, against without"
-            if ahead := names(name + AHEAD):
-                found.append(compare(rows, what, ahead, names(name), False))
         for what, left, right in pairs:
             found.append(compare(rows, f"{label}, {what}", names(*left), names(*right), False))
             step = compare(
