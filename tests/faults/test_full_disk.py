@@ -4,6 +4,7 @@ import errno
 import re
 import shutil
 import subprocess
+import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -36,12 +37,16 @@ DATA = Data(x=X, y=torch.zeros(N, dtype=torch.int64), edge_index=EDGE_INDEX)
 @contextmanager
 def limit_files(size=256 << 10):
     """Limit this process's files to ``size`` bytes: the system then reports a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, writes_bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), not sys.dont_write_bytecode
+    sys.dont_write_bytecode = (
+        True  # Python would write truncated bytecode without an error, and fail in other processes
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = not writes_bytecode
 
 
 @pytest.fixture
