@@ -38,9 +38,8 @@ DATA = Data(x=X, y=torch.zeros(N, dtype=torch.int64), edge_index=EDGE_INDEX)
 def limit_files(size=256 << 10):
     """Limit this process's files to ``size`` bytes: the system then reports a full disk."""
     before, writes_bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), not sys.dont_write_bytecode
-    sys.dont_write_bytecode = (
-        True  # Python would write truncated bytecode without an error, and fail in other processes
-    )
+    # Python would truncate bytecode without an error, and other processes would fail to import it.
+    sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
