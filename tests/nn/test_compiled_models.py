@@ -1,6 +1,7 @@
 """``torch.compile`` calls the fused operators without a graph break, and gives eager results."""
 
 import shutil
+import sys
 
 import pytest
 import pytorch_lightning as pl
@@ -179,7 +180,9 @@ def test_a_trainer_takes_a_compiled_model(name):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ by g++, which is not installed")
 @pytest.mark.parametrize("name", ["sage", "gcn", "gat"])
-def test_inductors_code_calls_our_operators(name):
+def test_inductors_code_calls_our_operators(name, monkeypatch):
+    if "distutils" in sys.modules:  # else setuptools, which inductor imports, refuses the one of another test
+        monkeypatch.setenv("SETUPTOOLS_USE_DISTUTILS", "stdlib")
     """Inductor asserts that sizes and strides are those of the operators' fakes."""
     model = MODELS[name][0]()
     compiled = torch.compile(model, fullgraph=True)
