@@ -22,12 +22,13 @@ _TILED = 1.5  # cost of a product per head and tile, relative to one of all head
 
 @contextmanager
 def without_autocast(source: Tensor, target: Tensor, narrow: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield features with autocast disabled, in the dtype of autocast; on a CPU in float32 unless ``narrow``."""
+    """Yield features with autocast disabled, in its dtype; on a CPU in float32, or if ``narrow`` the faster of both."""
     device = source.device.type
     if not torch.is_autocast_enabled(device):
         yield source, target
         return
-    dtype = torch.float32 if source.is_cpu and not narrow else torch.get_autocast_dtype(device)
+    is_wide = source.is_cpu and not (narrow and multiplies_bfloat16())
+    dtype = torch.float32 if is_wide else torch.get_autocast_dtype(device)
     cast = convert(source, dtype)
     # run_gatv2 recognizes shared features by identity.
     if target is source:
@@ -43,7 +44,7 @@ def without_autocast(source: Tensor, target: Tensor, narrow: bool = False) -> It
 def run_attention(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
     """Compute ``GATConv`` or ``GATv2Conv`` without bias, for features ``[n, in]`` and edges ``[2, E]``."""
     run = run_gatv2 if layer.fused.base is GATv2Conv else run_gat
-    with without_autocast(source, target, narrow=source.is_cpu and multiplies_bfloat16()) as rows:
+    with without_autocast(source, target, narrow=True) as rows:
         return run(layer, *rows, edge_index)
 
 
@@ -61,12 +62,10 @@ def run_gat(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: T
     # A score only needs the product of a node's features with a vector, not with the weight matrix.
     scores = multiply(target, fold_weight(layer.att_dst, by_target))
     if aggregates_first(source, edges, weight, heads):
-        side = fold_weight(layer.att_src, weight)
-        # A CPU rounds the weight itself, and sums its gradient in float32.
-        side, weight = (side, weight) if source.is_cpu else (side.to(source.dtype), weight.to(source.dtype))
-        out = attend(edges, source, side, scores, weight, factor, slope)
+        side, weight = fold_weight(layer.att_src, weight), _match(weight, source)
+        out = attend(edges, source, _match(side, source), scores, weight, factor, slope)
     else:
-        side = layer.att_src.squeeze(0) if source.is_cpu else layer.att_src.squeeze(0).to(source.dtype)
+        side = _match(layer.att_src.squeeze(0), source)
         out = attend(edges, multiply(source, weight), side, scores, None, factor, slope)
     return _finish(layer, out, target)
 
@@ -77,7 +76,7 @@ def run_gatv2(layer: MessagePassing, source: Tensor, target: Tensor, edge_index:
     left = multiply(source, layer.lin_l.weight, layer.lin_l.bias)
     is_shared = target is source and layer.lin_r is layer.lin_l
     right = left if is_shared else multiply(target, layer.lin_r.weight, layer.lin_r.bias)
-    side = layer.att.squeeze(0) if source.is_cpu else layer.att.squeeze(0).to(source.dtype)
+    side = _match(layer.att.squeeze(0), source)
     out = attend(edges, left, side, right, None, factor, layer.negative_slope, dynamic=True)
     return _finish(layer, out, target)
 
@@ -128,6 +127,11 @@ def draw_factor(x: Tensor, edges: list[Tensor], heads: int, p: float) -> Tensor 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x W^T + b`` in the dtype of x."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _match(parameter: Tensor, source: Tensor) -> Tensor:
+    """Round a parameter to the dtype of the features; a CPU's operator does so itself, with gradients in float32."""
+    return parameter if source.is_cpu else parameter.to(source.dtype)
 
 
 def _finish(layer: MessagePassing, out: Tensor, target: Tensor) -> Tensor:

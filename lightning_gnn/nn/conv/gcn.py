@@ -13,9 +13,8 @@ from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse
 from lightning_gnn.nn.conv.graph import aggregate_input, is_constant, is_graph, with_self_loops
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate_update.definition import update_by_edges
-from lightning_gnn.ops.aggregate_update.edge_order import kept
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
-from lightning_gnn.ops.aggregate_update.sums_ahead import Norm, find_edges
+from lightning_gnn.ops.aggregate_update.sums_ahead import Norm, sort_edges
 
 
 class GCNConv(pyg.GCNConv):  # type: ignore[misc]
@@ -77,20 +76,14 @@ class GCNConv(pyg.GCNConv):  # type: ignore[misc]
         """
         order, num_nodes = torch.ops.lightning_gnn, x.size(0)
         if not self.normalize:
-            sorted_edges: list[Tensor] = order.edges_by_target(edge_index, num_nodes, num_nodes, edge_weight)
-            return [sorted_edges[0][: num_targets + 1], *sorted_edges[1:]]
+            edges: list[Tensor] = order.edges_by_target(edge_index, num_nodes, num_nodes, edge_weight)
+            return [edges[0][: num_targets + 1], *edges[1:]]
         dtype = torch.promote_types(x.dtype, torch.float32)  # multiply bfloat16 in float32
         norm = Norm(2.0 if self.improved else 1.0, self.add_self_loops, dtype)
-
-        def compute() -> list[Tensor]:
-            return order.gcn_edges(edge_index, num_nodes, num_targets, edge_weight, *norm)  # type: ignore[no-any-return]
-
-        if edge_weight is not None:
-            return compute()
-        if (known := find_edges(x, edge_index, num_targets, norm)) is not None:
-            return known
-        # Untrimmed layers on the same edges share the normalization.
-        return kept(edge_index, ("gcn", num_nodes, num_targets, *norm), compute)
+        if edge_weight is None:
+            return sort_edges(x, edge_index, num_targets, norm)
+        edges = order.gcn_edges(edge_index, num_nodes, num_targets, edge_weight, *norm)
+        return edges
 
     def _normalize(
         self, graph: CompressedGraph, edge_weight: Tensor | None, x: Tensor

@@ -12,12 +12,11 @@ from lightning_gnn.ops.aggregate.numba_rows import convert
 from lightning_gnn.ops.aggregate_update import gcn_edges as aggregate_update_gcn_edges  # noqa: F401  defines the operator
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton  # noqa: F401  registers the backends
-from lightning_gnn.ops.aggregate_update.edge_order import target_edges
 from lightning_gnn.ops.aggregate_update.numba import aggregate_update as numba_update
 from lightning_gnn.ops.aggregate_update.numba import puts_own_rows_beside
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, Update
 from lightning_gnn.ops.aggregate_update.rows import get_chip
-from lightning_gnn.ops.aggregate_update.sums_ahead import find_edges, find_sums
+from lightning_gnn.ops.aggregate_update.sums_ahead import find_sums, sort_edges
 from lightning_gnn.ops.dropout import mixed_key
 from lightning_gnn.ops.library import Context, check_floating, check_shapes, differentiable_gradients
 from lightning_gnn.ops.products import multiplies_bfloat16
@@ -69,8 +68,7 @@ def aggregate_update(
     _check(x, edge_index, weight, self_weight, bias, num_targets, reduce, edge_weight)
     edge_weight = None if edge_weight is None else edge_weight.detach().to(x.dtype)
     if edge_weight is None:
-        known = find_edges(x, edge_index, num_targets)
-        edges = target_edges(edge_index, x.size(0), num_targets) if known is None else known
+        edges = sort_edges(x, edge_index, num_targets)
     else:
         edges = torch.ops.lightning_gnn.edges_by_target(edge_index, x.size(0), num_targets, edge_weight)
     return update_by_edges(x, edges, weight, self_weight, bias, reduce == "mean", then)

@@ -74,8 +74,8 @@ def aggregate_update(call: Update, keep: bool, given: Tensor | None = None) -> t
                     sums = aggregated[span] if aggregated.numel() else buffer[: span.stop - span.start]
                     if given is None:
                         rows.write_sums(x, span.start, span.stop, sums[:, : x.size(1)])
-                    if given is None and is_beside:
-                        sums[:, x.size(1) :].copy_(x[group.own_rows(tile)])
+                        if is_beside:
+                            sums[:, x.size(1) :].copy_(x[group.own_rows(tile)])
                     sums = sums.view(tile.stop - tile.start, weights.size(1))
                     if shift is None or is_later:
                         torch.mm(sums, weights.t(), out=result)

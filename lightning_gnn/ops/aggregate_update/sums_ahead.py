@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.ops.aggregate_update import numba
-from lightning_gnn.ops.aggregate_update.edge_order import prepared
+from lightning_gnn.ops.aggregate_update.edge_order import kept, prepared, target_edges
 from lightning_gnn.ops.aggregate_update.reference import Update
 
 
@@ -93,29 +93,32 @@ class _EdgesOfBatch(list[Tensor]):
         self.ready, self.hops, self.norm = ready, hops, norm
 
 
-def _sort(edge_index: Tensor, num_sources: int, num_targets: int, norm: Norm | None) -> list[Tensor]:
-    order: Any = torch.ops.lightning_gnn
-    if norm is None:
-        edges: list[Tensor] = order.edges_by_target(edge_index, num_sources, num_targets, None)
-    else:
-        edges = order.gcn_edges(edge_index, num_sources, num_targets, None, *norm)
-    return edges
-
-
-def find_edges(x: Tensor, edge_index: Tensor, num_targets: int, norm: Norm | None = None) -> list[Tensor] | None:
-    """Return the sorted edges of a layer that reads a prepared mini-batch, or None."""
-    if torch.compiler.is_compiling() or not _is_plain(edge_index):
-        return None
-    ready: _Ready | None = prepared.get(edge_index)
-    if ready is None or edge_index._version != ready.edge_version or not ready.reads(x):
-        return None
-    layout, form = (num_targets, edge_index.size(1)), ready.form
-    if layout not in ready.layouts:
-        return None
-    hops, edges = ready.layouts.index(layout) + 1, ready.edges
+def sort_edges(x: Tensor, edge_index: Tensor, num_targets: int, norm: Norm | None = None) -> list[Tensor]:
+    """Sort the edges of a layer by target, and weight them by ``norm``; :func:`find_sums` recognizes the result."""
+    ready, layout = _find(x, edge_index), (num_targets, edge_index.size(1))
+    if ready is None or layout not in ready.layouts:
+        return _sort(edge_index, x.size(0), num_targets, norm)
+    hops, edges, form = ready.layouts.index(layout) + 1, ready.edges, ready.form
     if form is None or edges is None or (form.hops, form.norm) != (hops, norm):
         edges = _sort(edge_index, x.size(0), num_targets, norm)
     return _EdgesOfBatch(edges, ready, hops, norm)
+
+
+def _find(x: Tensor, edge_index: Tensor) -> _Ready | None:
+    """Return the prepared mini-batch that holds these features and edges, unchanged."""
+    if torch.compiler.is_compiling() or not _is_plain(edge_index):
+        return None
+    ready: _Ready | None = prepared.get(edge_index)
+    return ready if ready is not None and edge_index._version == ready.edge_version and ready.reads(x) else None
+
+
+def _sort(edge_index: Tensor, num_sources: int, num_targets: int, norm: Norm | None) -> list[Tensor]:
+    """Sort edges, once for all layers on the same tensor on a device."""
+    if norm is None:
+        return target_edges(edge_index, num_sources, num_targets)
+    order: Any = torch.ops.lightning_gnn
+    arguments = edge_index, num_sources, num_targets, None, *norm
+    return kept(edge_index, ("gcn", num_sources, num_targets, *norm), lambda: order.gcn_edges(*arguments))
 
 
 def with_all_rows(part: list[Tensor], edges: list[Tensor]) -> list[Tensor]:
