@@ -69,7 +69,8 @@ class MiniBatchPipeline:
 
     Raises:
         TypeError: ``data`` is not a PyG graph, a sparse tensor requires gradients, or ``filter_fn`` needs disk tables.
-        ValueError: ``tables`` contains a trainable attribute, or lacks the types of a heterogeneous graph.
+        ValueError: ``tables`` contains a trainable attribute, or lacks the types of a heterogeneous graph, or
+            ``sums_ahead`` is set for one.
 
     Examples:
         >>> import torch
@@ -119,6 +120,8 @@ class MiniBatchPipeline:
         self._rank, self._process = rank, ProcessRank()
         if isinstance(data, HeteroData) and not all(isinstance(key, tuple) for key in self.tables):
             raise ValueError("the keys of tables must be (type, attribute) in a heterogeneous graph")
+        if isinstance(data, HeteroData) and sums_ahead:
+            raise ValueError("sums_ahead=True supports graphs with one node and edge type only; leave it out")
         if filter_fn is not None and self.disk_tables:
             raise TypeError(f"{filter_fn.__qualname__} reads features from data, so it cannot use features on disk")
         # Whether the sampler uses the key decides whether it may run outside the main thread.
@@ -162,7 +165,8 @@ class MiniBatchPipeline:
             batch, pending = self.collate(out, allocate)
             if self.transform is not None and self.thread_safe and not pending:
                 batch = self._call_user(self.transform, batch, key, _STAGE_TRANSFORM, shard)
-        if self.sums_ahead is not None:
+        # A transform in the training thread comes later, and may write by NumPy, which leaves no trace.
+        if self.sums_ahead is not None and (self.transform is None or (self.thread_safe and not pending)):
             self.sums_ahead.prepare(batch)
         if self.pin_memory and torch.accelerator.is_available():
             batch = map_tensors(batch, Tensor.pin_memory, lambda graph: graph.pin_memory())

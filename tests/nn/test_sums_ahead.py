@@ -5,7 +5,7 @@ import importlib
 import pytest
 import pytorch_lightning as pl
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
@@ -46,9 +46,9 @@ def draw():
     return Data(x=torch.randn(N, 12, generator=some), edge_index=edge_index, y=y, train_mask=torch.arange(N) < N // 2)
 
 
-def train(model, sums_ahead, precision="32-true", **options):
+def train(model, sums_ahead, precision="32-true", module=NodeClassifier, **options):
     pl.seed_everything(1, verbose=False)
-    module = NodeClassifier(model(), CLASSES)
+    module = module(model(), CLASSES)
     if precision != "32-true":
         options["feature_dtype"] = "bfloat16"
     datamodule = NeighborDataModule(
@@ -101,13 +101,63 @@ def replace_edges(batch):
     return batch
 
 
+def write_by_numpy(batch):
+    batch.x.numpy()[:] *= 2
+    return batch
+
+
 @pytest.mark.parametrize("thread_safe", [False, True])
-@pytest.mark.parametrize("transform", [scale_in_place, replace_features, reverse_in_place, replace_edges])
+@pytest.mark.parametrize(
+    "transform", [scale_in_place, write_by_numpy, replace_features, reverse_in_place, replace_edges]
+)
 def test_transforms_are_seen(used, transform, thread_safe):
     options = {"transform": transform, "thread_safe": thread_safe}
     assert_same(train(MODELS["mean"], True, **options), train(MODELS["mean"], False, **options))
-    # In the training thread the transform runs after the sums; edges of another order are not trimmed by layer.
-    assert bool(used) == (thread_safe and transform in (scale_in_place, replace_features))
+    # In the training thread the transform runs last; edges of another order are not trimmed by layer.
+    assert bool(used) == (thread_safe and transform in (scale_in_place, write_by_numpy, replace_features))
+
+
+def test_a_module_that_writes_features_trains_on_what_it_wrote(used):
+    class Doubling(NodeClassifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            batch.x.mul_(2)
+
+    assert_same(train(MODELS["mean"], True, module=Doubling), train(MODELS["mean"], False, module=Doubling))
+    assert not used
+
+
+class SeveralModels(torch.nn.Module):
+    """Sums the outputs of all models, whose first layers read different sums of the same mini-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.models = torch.nn.ModuleList(make() for make in MODELS.values())
+
+    def forward(self, *arguments, num_sampled_nodes_per_hop=None, num_sampled_edges_per_hop=None):
+        hops = {
+            "num_sampled_nodes_per_hop": num_sampled_nodes_per_hop,
+            "num_sampled_edges_per_hop": num_sampled_edges_per_hop,
+        }
+        return sum(model(*arguments, **hops) for model in self.models)
+
+
+def test_models_that_read_different_sums_share_a_loader(used):
+    assert_same(train(SeveralModels, True), train(SeveralModels, False))
+    assert used
+
+
+@pytest.mark.parametrize("options", [{"disjoint": True}, {"sampling": "labor"}, {"replace": True}])
+def test_other_samplers_have_sums_ahead_too(used, options):
+    assert_same(train(MODELS["GCN"], True, **options), train(MODELS["GCN"], False, **options))
+    assert used
+
+
+def test_a_heterogeneous_graph_is_refused():
+    data = HeteroData()
+    data["a"].x, data["a"].train_mask = torch.rand(9, 2), torch.ones(9, dtype=torch.bool)
+    data["a", "to", "a"].edge_index = torch.randint(9, (2, 30))
+    with pytest.raises(ValueError, match="sums_ahead=True supports graphs with one node and edge type only"):
+        NeighborDataModule(data, num_neighbors=[2], sums_ahead=True).train_dataloader()
 
 
 def test_memory_is_freed_with_the_mini_batch(used):
