@@ -35,7 +35,7 @@ def roofline(batch: Data, widths: tuple[int, ...], model: str, batches: int, lim
         products = rows * wide * narrow * heads + (targets * wide * narrow if model == "SAGE" else 0)
         flops += 2 * products * (2 + (layer > 0))
     found, seconds = _bound(moved, flops, limits, " per batch")
-    return {**found, "bound s": round(batches * seconds, 4)}
+    return {**found, "bound s": float(f"{batches * seconds:.4g}")}
 
 
 def full_graph_roofline(
