@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gnn import CSCGraph, NeighborDataModule
-from lightning_gnn.hyscale import analytic, options
+from lightning_gnn.hyscale import HyScaleStrategy, analytic, options
 from lightning_gnn.hyscale.analytic import (
     PerformanceModel,
     Platform,
@@ -18,7 +18,7 @@ from lightning_gnn.hyscale.analytic import (
     measure_platform,
 )
 from lightning_gnn.hyscale.options import TrainerSet, default_threads
-from lightning_gnn.planning.hyscale import forecast, stages
+from lightning_gnn.planning.hyscale import Node, forecast, stages
 from lightning_gnn.runtime import machine_rates
 from lightning_gnn.runtime.devices import num_cores
 from tests.full_graph import launch
@@ -97,6 +97,25 @@ def test_a_plan_for_one_core_and_features_in_fewer_bits(monkeypatch):
     work = found[1].model.workload
     assert (work.row_bytes, work.transferred_row_bytes) == (48, 10)
     assert all(sum(each.best.threads) == 3 for each in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),  # the best mapping's
+        ({"accelerator_sampling": 0.25}, 0.25),
+        ({"cpu_share": 0.5}, 3 / 4),  # both sides finish at the same time
+    ],
+)
+def test_the_share_of_the_sampling_in_a_plan_is_that_of_the_run(options, expected):
+    there = Platform(Processor(1e12, 1e11), 3, Processor(1e13, 1e12), 1, 1e9, 1e6, accelerator_sampling=3e6)
+    workload, _ = describe_workload(make_loader(), Plain(), 20)
+    strategy = HyScaleStrategy(devices=["cpu"], **{"accelerator_sampling": "auto", "threads": (1, 1, 1), **options})
+    wanted = strategy.options.accelerator_sampling
+    model, trainers = PerformanceModel(there, workload), TrainerSet.of(1, [CPU])
+    found = Node(model, strategy.options, trainers, (1, 1, 1), wanted, "measured").forecast(1, None)
+    assert 0 < found.best.accelerator_sampling < 1
+    assert found.begin.accelerator_sampling == (found.best.accelerator_sampling if expected is None else expected)
 
 
 @pytest.mark.parametrize(
