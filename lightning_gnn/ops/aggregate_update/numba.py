@@ -236,16 +236,16 @@ class _Backward:
                 assert self.aggregated is not None
                 sides = self.aggregated[group.rows(group.targets)]
                 sides = sides.view(group.num_targets, group.num_relations * sides.size(1))
-                product = _multiply_transposed(rows, sides)
+                product = multiply_transposed(rows, sides)
                 group_grads.append(product[:, : x.size(1)] if self.is_beside else product)
                 if self.is_beside and grad_self.numel():
                     grad_self[0] = product[:, x.size(1) :]
             if grad_self.numel() and group.own >= 0 and not (self.is_beside and self.wants_weight):
-                grad_self[group.node_type] = _multiply_transposed(rows, x[group.own_rows(group.targets)])
+                grad_self[group.node_type] = multiply_transposed(rows, x[group.own_rows(group.targets)])
         if group_grads:
             grad_weight = split_relations(self.groups, group_grads, self.weight)
         elif self.sums is not None and self.wants_weight:
-            grad_weight = _multiply_transposed(self.sums, x).unsqueeze(0)
+            grad_weight = multiply_transposed(self.sums, x).unsqueeze(0)
         grad_bias = _sum_workers(self.target_grads)[1] if self.wants_bias else empty
         return [self.grad_x, grad_weight, grad_self, grad_bias]
 
@@ -319,7 +319,7 @@ class _Backward:
                     grad_x[low:high].addmm_(self.before[targets], self.self_weight[group.node_type])
 
 
-def _multiply_transposed(left: Tensor, right: Tensor) -> Tensor:
+def multiply_transposed(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left^T right``; blocks of rows are summed in float32, in an order that does not depend on threads."""
     size = min(max(left.size(0) // 8, 1024), _BLOCK_ROWS)
     starts = range(0, left.size(0), size)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate.numba_rows import flatten, use_huge_pages
-from lightning_gnn.ops.aggregate_update.numba import run_single_threaded
+from lightning_gnn.ops.aggregate_update.numba import multiply_transposed, run_single_threaded
 from lightning_gnn.ops.aggregate_update.reference import Group
 from lightning_gnn.ops.attention import numba_kernels as kernels
 from lightning_gnn.ops.attention.reference import Attend
@@ -91,7 +91,8 @@ def attend_backward(
     sections = plan.sections()
     # A side per row belongs to a single section; a side per relation has a gradient in each section.
     sides = torch.zeros((1 if call.layout.across else len(sections), *call.side.shape), dtype=wide)
-    shape = weight.shape if weight is not None and wants_weight else (0,)
+    # In bfloat16, gradients of the weights are products of many rows, after the pass over the targets.
+    shape = weight.shape if weight is not None and wants_weight and not plan.is_narrow else (0,)
     weights = torch.zeros((len(sections), *shape), dtype=wide)
     arrays = tuple(flatten(tensor) for tensor in (grad_mass, attention, signed, grad_scores, grad_shift))
 
@@ -104,16 +105,16 @@ def attend_backward(
             if tile_grad is not None and weight is not None:
                 for product, r in plan.products(tile, sums):
                     torch.bmm(tile_grad, weight[r], out=product)
-            if tile_grad is not None and aggregated is not None and wants_weight:
+            if tile_grad is not None and aggregated is not None and weights.numel():
                 for product, r in plan.products(tile, aggregated[tile.rows]):
-                    if plan.is_narrow:
-                        weights[section, r].add_(torch.bmm(tile_grad.mT, product))
-                    else:
-                        weights[section, r].baddbmm_(tile_grad.mT, product)
+                    weights[section, r].baddbmm_(tile_grad.mT, product)
             arguments: tuple[Any, ...] = *plan.arguments, *plan.tile_arguments(tile), flatten(sums), *arrays, grad_side
             kernels.scores_backward(*arguments)
 
     _run(sections, run)
+    grad_weight = None
+    if wants_weight and aggregated is not None:
+        grad_weight = plan.weight_grads(grad, aggregated) if plan.is_narrow else _sum_sections(weights)
     grad_values = grad_keys = None
     if (wants_values or wants_keys) and whole is not None:
         grad_values, grad_keys = plan.values_backward(whole, attention, grad_scores)
@@ -121,7 +122,7 @@ def attend_backward(
         grad_values if wants_values else None,
         _sum_sections(sides) if wants_side else None,
         grad_shift if wants_shift else None,
-        _sum_sections(weights) if wants_weight else None,
+        grad_weight,
         grad_keys if wants_keys else None,
     ]
 
@@ -192,6 +193,18 @@ class _Plan:
         parts = sums.view(tile.targets.stop - tile.targets.start, group.num_relations, self.heads, self.channels)
         for r in range(group.num_relations):
             yield parts[:, r].transpose(0, 1), group.first_relation + r
+
+    def weight_grads(self, grad: Tensor, aggregated: Tensor) -> Tensor:
+        """Return the gradient of the weights in float32."""
+        assert self.weight is not None
+        grads = torch.zeros(self.weight.shape)
+        for group in self.call.layout.groups:
+            rows = self.by_head(grad[group.targets])
+            whole = _Tile(group, group.targets, group.rows(group.targets))
+            for sums, r in self.products(whole, aggregated[whole.rows]):
+                for head in range(self.heads):
+                    grads[r, head] = multiply_transposed(rows[head], sums[head])
+        return grads
 
     def sections(self) -> list[list[_Tile]]:
         """Divide targets into tiles, and tiles into sections."""
