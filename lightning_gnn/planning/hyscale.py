@@ -182,13 +182,14 @@ def _initial_mapping(node: Node, best: TaskMapping) -> TaskMapping:
     if replays(options.drm):
         return read_decision_log(options.drm)[0].mapping
     mapping = options.first_mapping(trainers, best.total, threads)
-    rate, share = platform.accelerator_sampling * platform.num_accelerators, node.sampling
-    if isinstance(share, str):  # "auto": CPU and accelerators finish at the same time
-        share = rate / (rate + platform.sampling * threads[0]) if rate else 0.0
+    rate = platform.accelerator_sampling * platform.num_accelerators
     if options.models_shares(trainers):
         mapping = replace(best, threads=options.first_threads(best.threads))
-        share = best.accelerator_sampling if node.sampling == "auto" else share
-    return replace(mapping, accelerator_sampling=share if rate else 0.0)
+    elif rate:  # with "auto", CPU and accelerators finish at the same time
+        mapping = replace(mapping, accelerator_sampling=rate / (rate + platform.sampling * threads[0]))
+    if isinstance(node.sampling, str):
+        return mapping
+    return replace(mapping, accelerator_sampling=node.sampling if rate else 0.0)
 
 
 def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, float, str]]:
