@@ -142,7 +142,10 @@ class Isolated:
     def begin(self, message: Any = True) -> None:
         """Start a turn without waiting for it."""
         self._ready()
-        self._pipe.send(message)
+        try:
+            self._pipe.send(message)
+        except BrokenPipeError:
+            raise self._ended() from None
 
     def result(self) -> float:
         """Wait for the end of the turn."""
@@ -171,10 +174,13 @@ class Isolated:
                 raise RuntimeError(f"a contestant said nothing for {self.limit:g} s")
             message = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise RuntimeError(f"a contestant's process ended: {self._last_words()}") from None
+            raise self._ended() from None
         if isinstance(message, dict):
             raise RuntimeError(f"a contestant failed:\n{message['failed']}")
         return message
+
+    def _ended(self) -> RuntimeError:
+        return RuntimeError(f"a contestant's process ended: {self._last_words()}")
 
     def _last_words(self) -> str:
         return f"exit code {self._process.exitcode}"

@@ -182,14 +182,24 @@ def _train(
 
 
 def run(sizes: dict[str, int], runs: int, only: str = "") -> Rows:
-    """Choose the settings of each contestant with ``only`` in its name, and measure them in turns."""
+    """Measure the contestants with ``only`` in their name, model by model, since each holds a copy of the graph."""
+    names = [name for name in CONTESTANTS if only in name]
+    models = dict.fromkeys(name.split(", ")[1] for name in names)
+    return [
+        row
+        for model in models
+        for row in _measured(sizes, runs, [name for name in names if name.split(", ")[1] == model])
+    ]
+
+
+def _measured(sizes: dict[str, int], runs: int, names: list[str]) -> Rows:
+    """Choose the settings of each contestant, and measure them in turns."""
     cores, found, tried = num_cores(), {}, {}
     choices = [{"num_workers": w, "torch_threads": t} for w, t in dict.fromkeys([(0, cores), (1, cores), (2, 1)])]
     contestants: dict[str, Any] = {}
     try:
-        for name, spec in CONTESTANTS.items():
-            if only not in name:
-                continue
+        for name in names:
+            spec = CONTESTANTS[name]
             if spec["library"] == "pyg" and not peers.can_sample():
                 contestants[name] = None
                 continue
